@@ -425,15 +425,15 @@ def play_backwards(rng, want_paths, boxes, pulls, distance, max_moves):
     moves = pulled = born = 0 * level
     budget, trail, ending = rng.integers(pulls[0], pulls[1] + 1, n), [], np.full((LEG, n), NO_MOVE)
     best = np.full(n, distance - 1), first, start, born, born
-    for time in range(pulls[1] + 1):
+    for turn in range(pulls[1] + 1):
         free = floor & ~(moving | parked)
         layers = spread(player, free)
-        if time % LOOK == 0 or time == pulls[1]:
+        if turn % LOOK == 0 or turn == pulls[1]:
             end = any_bit(rng, layers[-1] & ~targets)
             length = moves + sum(end & layer == 0 for layer in layers)
             score, off = box_distance(moving | parked, targets), np.bitwise_count(moving & ~targets)
             better = (score > best[0]) & (off >= boxes[0]) & (off <= boxes[1]) & (length <= max_moves) & (end != 0)
-            best = [np.where(better, *pair) for pair in zip((score, moving | parked, end, born, time), best)]
+            best = [np.where(better, *pair) for pair in zip((score, moving | parked, end, born, turn), best)]
             ending = np.where(better, way_back(layers, end), ending) if want_paths else None
         # The boxes that can be pulled, by the player's move: the player can get to the square beside the box, and the
         # one after it is free. As a rule the last pull goes on; else a box that is still on its target comes first.
@@ -448,15 +448,15 @@ def play_backwards(rng, want_paths, boxes, pulls, distance, max_moves):
             trail.append(np.vstack([np.where(pull, move ^ 2, NO_MOVE), walk]))
         stuck = ~pull & (pulled < budget)  # no box can be pulled any more: start again
         moves = np.where(stuck, 0, moves + pull * (1 + sum(last_box & layer == 0 for layer in layers)))
-        pulled, born = np.where(stuck, 0, pulled + pull), np.where(stuck, time + 1, born)
+        pulled, born = np.where(stuck, 0, pulled + pull), np.where(stuck, turn + 1, born)
         moving = np.where(stuck, first, moving ^ box ^ last_box)
         player = np.where(stuck, start, np.where(pull, go(last_box, move), player))
     good = np.flatnonzero(best[0] >= distance)
     levels = as_levels(*(bits[good] for bits in (floor, targets, *best[1:3])))
     if not want_paths:
         return levels, []
-    born, time, trail = best[3], best[4], np.array(trail)
-    paths = [np.append(ending[:, i], trail[born[i] : time[i], :, i][::-1])[:-LEG] for i in good]  # up to the last push
+    born, turn, trail = best[3], best[4], np.array(trail)
+    paths = [np.append(ending[:, i], trail[born[i] : turn[i], :, i][::-1])[:-LEG] for i in good]  # up to the last push
     return levels, [path[path != NO_MOVE].astype(np.uint8) for path in paths]
 
 
@@ -597,7 +597,7 @@ EPS = 1e-5
 
 
 def lstm_gates(z, u, c, scale):
-    """RMS norm over an expert's 4d channels, then LSTM gates. z + u (B, E, 4d, H, W), c (B, E, d, H, W) -> h, c."""
+    """RMS norm over an expert's 4d channels, then LSTM gates. z, u (B, E, 4d, H, W), c (B, E, d, H, W) -> h, c."""
     z = (z + u).float()
     z = z * torch.rsqrt(z.square().mean(2, keepdim=True) + EPS) * scale
     i, f, o, g = z.chunk(4, 2)
@@ -656,6 +656,11 @@ class ConvLSTM(nn.Module):
         self.scale = nn.Parameter(torch.ones(experts, 4 * width, 1, 1))
         self.fan_in = 9 * (inputs + 2 * width)
 
+    def read(self, planes, table):
+        """conv_x of the encoding planes @ table (see Agent.encode)."""
+        weight = torch.einsum("oihw,pi->ophw", self.conv_x.weight, table)
+        return F.conv2d(planes, weight, self.conv_x.bias, padding=1)
+
 
 class Agent(nn.Module):
     """Parallel Experts (Sec. 3 of the paper), ConvLSTM cells, policy and value heads."""
@@ -667,7 +672,7 @@ class Agent(nn.Module):
         self.embedding = nn.Parameter(torch.randn(2, 5, 16) * 0.1)  # torch's 1.0 learns 10x slower behind the norm
         self.levels = nn.ModuleList(ConvLSTM(32, width, experts) for _ in range(layers))
         self.norm = nn.Parameter(torch.ones(width, 1))
-        self.attention = nn.Linear(width, 1)
+        self.attention = nn.Linear(width, 1, bias=False)
         self.dense = nn.Linear(2 * width, 2 * 256)
         self.actor = nn.Linear(256, 4)
         self.critic = nn.Linear(256, 1)
@@ -683,11 +688,16 @@ class Agent(nn.Module):
         return torch.zeros(batch, sum(self.blocks), 10, 10, device=device)
 
     def encode(self, obs):
-        """obs (N, 10, 10, 2) uint8 -> (N, 32, 10, 10), RMS over the whole board 1."""
-        onehot = obs.permute(0, 3, 1, 2).unsqueeze(2) == torch.arange(5, device=obs.device).view(5, 1, 1)
-        table = torch.block_diag(*self.embedding).T  # (32, 10): the two channels' embeddings side by side
-        x = table @ onehot.reshape(len(obs), 10, 100).to(table.dtype)
-        return (x * torch.rsqrt(x.square().mean((1, 2), keepdim=True) + EPS)).view(-1, 32, 10, 10)
+        """obs (N, 10, 10, 2) uint8 -> planes (N, 16, 10, 10) and table (16, 32), whose product is the encoding.
+
+        The encoding x (32 channels, RMS over the board 1) is linear in one-hot planes, so the convolutions that read it
+        take the planes and fold the table into their weights. 6 planes are 0: oneDNN works in blocks of 16.
+        """
+        classes = torch.tensor([0, 1, 2, 3, 4] + [255] * 3, device=obs.device, dtype=torch.uint8).view(8, 1, 1)
+        planes = (obs.permute(0, 3, 1, 2).unsqueeze(2) == classes).flatten(1, 2).to(self.norm.dtype)
+        table = torch.block_diag(*F.pad(self.embedding, (0, 0, 0, 3)))
+        mean_square = planes.sum((2, 3)) @ table.square().sum(1) / (32 * 100)
+        return planes * torch.rsqrt(mean_square + EPS).view(-1, 1, 1, 1), table
 
     def core(self, obs, first, state):
         """The recurrence, for a rollout (T = 1) and for training (T = n) alike.
@@ -697,8 +707,8 @@ class Agent(nn.Module):
         """
         T, B = first.shape
         E, d = self.experts, self.width
-        x = self.encode(obs.flatten(0, 1))
-        u = [level.conv_x(x).view(T, B, E, 4 * d, 10, 10).unbind(0) for level in self.levels]
+        planes, table = self.encode(obs.flatten(0, 1))
+        u = [level.read(planes, table).view(T, B, E, 4 * d, 10, 10).unbind(0) for level in self.levels]
         # with one expert h is s: one convolution with the sum of the weights is exact and costs half
         weights = [lv.conv_s.weight + lv.conv_h.weight if E == 1 else lv.conv_s.weight for lv in self.levels]
         s, *c = state.split(self.blocks, 1)
@@ -726,7 +736,7 @@ class Agent(nn.Module):
         s, state = self.core(obs, first, state)
         s = s.flatten(3).float()
         s = s * torch.rsqrt(s.square().mean(2, keepdim=True) + EPS) * self.norm  # (T, B, d, 100)
-        attention = torch.softmax(self.attention.weight @ s + self.attention.bias, -1)  # (T, B, 1, 100)
+        attention = torch.softmax(self.attention.weight @ s, -1)  # (T, B, 1, 100)
         pooled = torch.cat([(s @ attention.transpose(2, 3)).squeeze(3), s.mean(3)], 2)
         hidden = F.glu(self.dense(pooled))  # value * sigmoid(gate)
         return self.actor(hidden).float(), self.critic(hidden).squeeze(2).float(), state
@@ -936,7 +946,7 @@ if __name__ == "__main__":
         torch.set_num_threads(args.torch_threads)
     if sys.platform == "linux":  # keep freed memory: fetching it anew from the kernel costs a third of an update
         mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
-        mallopt(-4, 0), mallopt(-1, 2**31 - 1)  # M_MMAP_MAX, M_TRIM_THRESHOLD
+        mallopt(-4, 0), mallopt(-1, -1)  # M_MMAP_MAX, M_TRIM_THRESHOLD
     gpu = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.empty(0, device=gpu if args.device == "auto" else args.device).device

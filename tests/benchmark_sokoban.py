@@ -1,0 +1,113 @@
+"""How fast the Sokoban agent trains here, and how much of that time its convolutions need when called alone.
+
+    python tests/benchmark_sokoban.py                 # about 4 minutes on 2 cores
+
+For each (layers, experts, width): `share` = time of the convolutions alone, called as the script calls them (20
+single-step forward passes without gradient, then the training forward and backward pass) / time of the whole loop of
+the script, which runs as a user would: 32 environments x 20 steps, one epoch. Both are measured in turn, 3 times.
+"""
+
+import csv
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+import sokoban_drc_ppo as script  # noqa: E402
+
+T, N = 20, 32
+
+
+def recorded_convolutions(agent, steps):
+    """Shapes of the convolutions of one forward pass over `steps` steps: [(input, weight, groups)]."""
+    calls, conv2d = [], F.conv2d
+
+    def record(x, weight, *args, **kwargs):
+        groups = kwargs.get("groups", args[-1] if len(args) == 5 else 1)
+        calls.append((x.shape, weight.shape, groups))
+        return conv2d(x, weight, *args, **kwargs)
+
+    F.conv2d = record
+    with torch.no_grad():
+        obs = torch.zeros(steps, N, 10, 10, 2, dtype=torch.uint8)
+        agent(obs, torch.zeros(steps, N), agent.initial_state(N))
+    F.conv2d = conv2d
+    return calls
+
+
+def time_convolutions(calls, train):
+    """Seconds of these convolutions, forward or forward and backward."""
+    tensors = {}
+    for x, w, _ in calls:
+        weight = torch.randn(w, requires_grad=train)
+        tensors[x, w] = torch.randn(x, requires_grad=train), weight, torch.randn(x[0], w[0], 10, 10)
+    start = time.perf_counter()
+    for x, w, groups in calls:
+        x, weight, grad = tensors[x, w]
+        y = F.conv2d(x, weight, padding=1, groups=groups)
+        if train:
+            y.backward(grad)
+    return time.perf_counter() - start
+
+
+def loop_seconds(shape, iterations):
+    """Run the script itself -> seconds an iteration, and the environment's share of them, from its own records."""
+    with tempfile.TemporaryDirectory() as folder:
+        levels = Path(folder) / "levels.npy"
+        np.save(levels, script.generate_levels("easy", 1000, seed=7)[0])
+        np.save(Path(folder) / "eval.npy", script.generate_levels("easy", 8, seed=8)[0])
+        command = [
+            sys.executable,
+            ROOT / "sokoban_drc_ppo.py",
+            "--levels",
+            levels,
+            "--eval-levels",
+            f"{folder}/eval.npy",
+        ]
+        for flag, value in zip(("--layers", "--experts", "--width"), shape):
+            command += [flag, value]
+        command += ["--num-envs", N, "--num-steps", T, "--update-epochs", 1, "--num-minibatches", 1, "--eval-every", 0]
+        command += ["--total-timesteps", iterations * N * T, "--log-every", iterations // 4, "--runs-dir", folder]
+        subprocess.run(list(map(str, command)), check=True, capture_output=True)
+        (path,) = Path(folder).glob("*/metrics.csv")
+        rows = list(csv.DictReader(open(path)))
+    rates = [float(r["value"]) for r in rows if r["name"] == "charts/SPS"][1:]  # the first ones hold the warm-up
+    environment = [float(r["value"]) for r in rows if r["name"] == "stats/time_environment"][1:]
+    return N * T / statistics.median(rates), statistics.median(environment)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    print(f"{torch.get_num_threads()} torch threads, {N} environments x {T} steps, fp32; medians of 3 turns")
+    pass_seconds = []
+    for shape, iterations in {(4, 1, 64): 8, (2, 6, 32): 8, (1, 1, 16): 120}.items():
+        agent = script.Agent(*shape)
+        rollout, training = recorded_convolutions(agent, 1) * T, recorded_convolutions(agent, T)
+        loops, environments, convolutions = [], [], []
+        for _ in range(3):
+            seconds, environment = loop_seconds(shape, iterations)
+            loops.append(seconds)
+            environments.append(environment)
+            time_convolutions(training, True)
+            repeats = 2 if shape[2] > 16 else 10
+            alone = [time_convolutions(rollout, False) + time_convolutions(training, True) for _ in range(repeats)]
+            convolutions.append(statistics.median(alone))
+            yardstick = [((N, 160, 10, 10), (256, 160, 3, 3), 1)] * 20
+            pass_seconds.append(time_convolutions(yardstick, True) / 20)
+        shares = [c / s for c, s in zip(convolutions, loops)]
+        print(
+            f"(L, E, d) = {shape}: {N * T / statistics.median(loops):,.0f} training steps/s, convolutions' share "
+            f"{statistics.median(shares):.2f} ({', '.join(f'{x:.2f}' for x in shares)}), "
+            f"environment {statistics.median(environments):.1%} of the loop",
+            flush=True,
+        )
+    bare = N / (4 * statistics.median(pass_seconds))
+    print(f"yardstick: {bare:,.0f} bare steps/s (4 forward-backward passes of a 3x3 convolution 160 -> 256 a step)")
