@@ -1,0 +1,42 @@
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+# a cache of its own, before any script is imported: no test may read or write the user's
+os.environ["BOXOBAN_CACHE"] = tempfile.mkdtemp(prefix="boxoban-test-")
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+import sokoban_drc_ppo as drc  # noqa: E402
+
+torch.set_num_threads(2)
+
+
+def run_script(*arguments, script="sokoban_drc_ppo.py", cwd=ROOT, check=True, **kwargs):
+    """Run a script in a process of its own -> CompletedProcess with its output as text."""
+    command = [sys.executable, str(ROOT / script), *map(str, arguments)]
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, **kwargs)
+    assert not check or result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
+@pytest.fixture(scope="session")
+def level_files(tmp_path_factory):
+    """Folder with train.npy (64 easy levels) and eval.npy (6 others)."""
+    folder = tmp_path_factory.mktemp("levels")
+    np.save(folder / "train.npy", drc.generate_levels("easy", 64, seed=101)[0])
+    np.save(folder / "eval.npy", drc.generate_levels("easy", 6, seed=102)[0])
+    return folder
+
+
+@pytest.fixture
+def tiny(level_files):
+    """Arguments of the smallest useful training: 8 environments x 5 steps, one level of width 4."""
+    shape = ["--layers", 1, "--width", 4, "--num-envs", 8, "--num-steps", 5, "--log-every", 1]
+    return ["--levels", level_files / "train.npy", "--eval-levels", level_files / "eval.npy", *shape]
