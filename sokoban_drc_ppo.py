@@ -94,7 +94,7 @@ class Args:
     width: int = 64
     """d, channels of an expert"""
 
-    # Training; defaults by measurement (README), the paper's: --num-envs 32 --learning-rate 4e-4 --update-epochs 1
+    # Training; defaults by measurement, the README has the paper's settings as a command
     total_timesteps: int = 50_000_000
     """environment steps, counting num_envs x num_steps an iteration"""
     learning_rate: float = 1e-3
@@ -107,12 +107,12 @@ class Args:
     """steps of a rollout, and of back-propagation through time"""
     gamma: float = 0.97
     """discount"""
-    gae_lambda: float = 0.97
+    gae_lambda: float = 0.8
     """lambda of generalised advantage estimation"""
-    num_minibatches: int = 1
+    num_minibatches: int = 4
     """minibatches an epoch; each holds whole sequences of num_envs / num_minibatches environments"""
     update_epochs: int = 1
-    """passes over a rollout; 1 with num_minibatches 1 is the paper's advantage actor-critic"""
+    """passes over a rollout; 1, with 1 minibatch, is the paper's advantage actor-critic"""
     norm_adv: bool = False
     """normalise advantages in each minibatch"""
     clip_coef: float = 0.2
@@ -338,10 +338,11 @@ NO_MOVE = 4  # the moves are 0 up, 1 right, 2 down, 3 left; the opposite of a mo
 SHIFT = [lambda b: b >> 8, lambda b: (b & ~RIGHT) << 1, lambda b: b << 8, lambda b: (b & ~LEFT) >> 1]  # by one move
 PAIRINGS = np.array(list(itertools.permutations(range(4))))
 CHUNK, LEG, LOOK = 5000, 14, 3  # games at once; longest walk between two pulls; pulls between looks at the state
-KINDS = {  # boxes off their targets and pulls: from, to; the least box-target distance; the most moves of the solution
-    "generated": {"boxes": (4, 4), "pulls": (50, 50), "distance": 5, "max_moves": 119},
-    "medium-easy": {"boxes": (2, 3), "pulls": (30, 30), "distance": 9, "max_moves": 119},
-    "easy": {"boxes": (1, 2), "pulls": (2, 8), "distance": 2, "max_moves": 99},
+KINDS = {  # boxes off their targets and pulls: from, to; least box-target distance; most moves of the solution, and to
+    # the first push
+    "generated": {"boxes": (4, 4), "pulls": (50, 50), "distance": 5, "max_moves": 119, "approach": LEG},
+    "medium-easy": {"boxes": (2, 3), "pulls": (30, 30), "distance": 9, "max_moves": 119, "approach": LEG},
+    "easy": {"boxes": (1, 2), "pulls": (2, 8), "distance": 2, "max_moves": 99, "approach": 3},
 }
 
 
@@ -410,15 +411,18 @@ def as_levels(*planes):
     return levels
 
 
-def play_backwards(rng, want_paths, boxes, pulls, distance, max_moves):
+def play_backwards(rng, want_paths, boxes, pulls, distance, max_moves, approach):
     """A chunk of random backward games: the best state of each that had a good one, and if wanted its solution."""
     floor = carve_rooms(rng, CHUNK)
     spots = floor & np.bitwise_or.reduce([shift(floor & shift(floor)) for shift in SHIFT])  # where boxes can be pulled
     usable = (np.bitwise_count(floor) >= 15) & (np.bitwise_count(spots) >= 4)
     floor, spots, n = floor[usable], spots[usable], usable.sum()
+    up, right, down, left = (shift(floor) for shift in SHIFT)
+    corners = floor & ~(up & down | left & right)  # a box cannot be pushed away from there: good to park it
+    parking = np.where(np.bitwise_count(corners) >= 4, corners, spots)
     targets, first = np.zeros((2, n), np.uint64)  # first: where the boxes that will be moved start; the rest are parked
     for moved in rng.integers(boxes[0], boxes[1] + 1, n) > np.arange(4)[:, None]:
-        spot = any_bit(rng, spots & ~targets)
+        spot = any_bit(rng, np.where(moved, spots, parking) & ~targets)
         targets, first = targets | spot, first | spot * moved
     start, parked, level = any_bit(rng, floor & ~targets), targets ^ first, np.arange(n)
     player, moving, last_box, move = start, first, 0 * start, 0 * level
@@ -429,7 +433,7 @@ def play_backwards(rng, want_paths, boxes, pulls, distance, max_moves):
         free = floor & ~(moving | parked)
         layers = spread(player, free)
         if turn % LOOK == 0 or turn == pulls[1]:
-            end = any_bit(rng, layers[-1] & ~targets)
+            end = any_bit(rng, layers[approach] & ~targets)
             length = moves + sum(end & layer == 0 for layer in layers)
             score, off = box_distance(moving | parked, targets), np.bitwise_count(moving & ~targets)
             better = (score > best[0]) & (off >= boxes[0]) & (off <= boxes[1]) & (length <= max_moves) & (end != 0)

@@ -8,6 +8,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 # a cache of its own, before any script is imported: no test may read or write the user's
 os.environ["BOXOBAN_CACHE"] = tempfile.mkdtemp(prefix="boxoban-test-")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny agents: threads only wait for each other
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
@@ -15,7 +16,7 @@ import torch  # noqa: E402
 
 import sokoban_drc_ppo as drc  # noqa: E402
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 
 
 def run_script(*arguments, script="sokoban_drc_ppo.py", cwd=ROOT, check=True, **kwargs):

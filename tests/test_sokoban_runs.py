@@ -1,0 +1,349 @@
+"""The script as a user runs it: records, evaluation, checkpoints, stops and resumes, bad input."""
+
+import csv
+import json
+import os
+import re
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, drc, run_script
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+
+def metrics(run_dir, *prefixes):
+    """{name: [(step, value), ...]} of metrics.csv, without what depends on the clock."""
+    result = {}
+    with open(Path(run_dir) / "metrics.csv") as f:
+        for row in csv.DictReader(f):
+            timed = "SPS" in row["name"] or row["name"].startswith("stats/")
+            if not timed and (not prefixes or row["name"].startswith(prefixes)):
+                result.setdefault(row["name"], []).append((int(row["step"]), float(row["value"])))
+    return result
+
+
+def only_run(folder):
+    (run_dir,) = Path(folder).iterdir()
+    return run_dir
+
+
+def train(tmp_path, *arguments, name="run", **kwargs):
+    run_script(*arguments, "--runs-dir", tmp_path / name, **kwargs)
+    return only_run(tmp_path / name)
+
+
+def test_same_seed_same_numbers_with_evaluation_on_or_off(tiny, tmp_path):
+    a = train(tmp_path, *tiny, "--total-timesteps", 3 * 40, name="a")
+    b = train(tmp_path, *tiny, "--total-timesteps", 3 * 40, "--eval-every", 40, name="b")
+    c = train(tmp_path, *tiny, "--total-timesteps", 3 * 40, "--seed", 2, name="c")
+    losses = metrics(a, "losses/", "charts/")
+    assert len(losses["losses/value_loss"]) == 3
+    assert losses == metrics(b, "losses/", "charts/")
+    assert len(metrics(b, "eval/")["eval/solve_rate"]) == 3
+    assert losses["losses/value_loss"] != metrics(c, "losses/")["losses/value_loss"]
+
+
+def test_state_is_carried_over_a_rollouts_edge_and_the_value_call_does_not_advance_it(tiny, tmp_path):
+    """With a learning rate of 0 the rollouts' length cannot matter: same actions, hence the same episodes."""
+    frozen = [*tiny, "--learning-rate", 0, "--total-timesteps", 8 * 320, "--eval-every", 0, "--log-every", 1]
+    short = train(tmp_path, *frozen, "--num-steps", 5, name="short")
+    long = train(tmp_path, *frozen, "--num-steps", 40, name="long")
+    names = ("charts/episodic_return", "charts/episodic_length", "charts/solve_rate")
+    short, long = metrics(short, *names), metrics(long, *names)
+    for name in names:
+        assert set(long[name]) <= set(short[name]) and len(long[name]) == 8
+
+
+def test_recorded_returns_and_lengths_equal_an_independent_count(tiny, tmp_path, monkeypatch):
+    finished, make = [], drc.envpool.make
+
+    class Counting:
+        """An EnvPool pool that adds up its episodes on the side."""
+
+        def __init__(self, pool, num_envs):
+            self.pool, self.rewards, self.over = pool, [[] for _ in range(num_envs)], [False] * num_envs
+
+        def __getattr__(self, name):
+            return getattr(self.pool, name)
+
+        def recv(self):
+            obs, reward, terminated, truncated, info = self.pool.recv()
+            for i, r in enumerate(reward):
+                if self.over[i]:
+                    self.rewards[i], self.over[i] = [], False
+                    assert r == 0 and obs["step_count"][i] == 0
+                    continue
+                self.rewards[i].append(float(r))
+                if terminated[i] or truncated[i]:
+                    finished.append((sum(self.rewards[i]), len(self.rewards[i]), bool(info["solved"][i])))
+                    self.over[i] = True
+            return obs, reward, terminated, truncated, info
+
+    monkeypatch.setattr(drc.envpool, "make", lambda *a, **k: Counting(make(*a, **k), k["num_envs"]))
+    arguments = [*tiny, "--total-timesteps", 4000, "--eval-every", 0, "--runs-dir", tmp_path]
+    monkeypatch.setattr(sys, "argv", ["sokoban_drc_ppo.py", *map(str, arguments)])
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    runpy.run_path(str(ROOT / "sokoban_drc_ppo.py"), run_name="__main__")
+    signal.signal(signal.SIGINT, handlers[0]), signal.signal(signal.SIGTERM, handlers[1])
+    checkpoint = drc.load_checkpoint(only_run(tmp_path) / "last.pt")
+    trained = len(checkpoint["episodes"])
+    assert 20 < trained < 400
+    assert np.allclose(np.array(checkpoint["episodes"], float), np.array(finished[:trained], float), atol=1e-3)
+    recorded = metrics(only_run(tmp_path), "charts/")
+    means = np.mean(finished[:trained], 0)
+    for name, mean in zip(("episodic_return", "episodic_length", "solve_rate"), means):
+        assert abs(recorded[f"charts/{name}"][-1][1] - mean) < 1e-3
+    # the step counter leaves autoresets out: they are the rows between an episode's end and the next one's start
+    assert 4000 - trained <= checkpoint["global_step"] <= 4000 - trained + 8
+
+
+def test_one_episode_is_enough_to_be_recorded(level_files, tmp_path):
+    levels = ["--levels", level_files / "train.npy", "--eval-levels", level_files / "eval.npy", "--eval-every", 0]
+    sizes = ["--num-envs", 1, "--num-steps", 1, "--layers", 1, "--width", 2, "--experts", 1]
+    run_dir = train(tmp_path, *levels, *sizes, "--total-timesteps", 121, "--log-every", 1000)
+    assert len(metrics(run_dir)["charts/episodic_return"]) == 1
+
+
+def test_two_runs_in_the_same_second_get_two_folders(tiny, tmp_path):
+    command = [sys.executable, ROOT / "sokoban_drc_ppo.py", *tiny, "--total-timesteps", 40, "--runs-dir", tmp_path]
+    # the same clock for both: the script reads it through time.strftime alone
+    patch = f"import sys, time, runpy; time.strftime = lambda f: 'now'; sys.argv = {list(map(str, command[1:]))!r}; "
+    patch += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    processes = [subprocess.Popen([sys.executable, "-c", patch], stdout=subprocess.DEVNULL) for _ in range(2)]
+    assert [p.wait() for p in processes] == [0, 0]
+    folders = sorted(p.name for p in tmp_path.iterdir())
+    assert len(folders) == 2 and folders[1] == folders[0] + "-2"
+    for folder in folders:
+        assert {"args.json", "last.pt", "best.pt", "metrics.csv"} <= set(os.listdir(tmp_path / folder))
+
+
+def test_args_json_tells_what_was_run(tiny, tmp_path):
+    about = json.loads((train(tmp_path, *tiny, "--total-timesteps", 40) / "args.json").read_text())
+    assert about["args"]["layers"] == 1 and about["args"]["num_iterations"] == 1
+    assert about["model"]["W"] == 1 * 1 * 4 * (32 + 8) and about["model"]["flops_per_step"] > 0
+    assert about["levels"]["count"] == 64 and len(about["levels"]["sha256"]) == 16 and "torch" in about["versions"]
+
+
+# ---- stop and resume
+def start(tmp_path, *arguments):
+    command = [sys.executable, ROOT / "sokoban_drc_ppo.py", *arguments, "--runs-dir", tmp_path]
+    return subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(condition, seconds=60):
+    end = time.time() + seconds
+    while time.time() < end:
+        if result := condition():
+            return result
+        time.sleep(0.02)
+    raise AssertionError("it did not come to that")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_goes_on_where_it_was(tiny, tmp_path, signum):
+    process = start(tmp_path, *tiny, "--total-timesteps", 10**7, "--eval-every", 0, "--checkpoint-every", 10**6)
+    wait_for(lambda: list(tmp_path.glob("*/metrics.csv")) and len(metrics(only_run(tmp_path))) > 3)
+    process.send_signal(signum)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 128 + signum and "--resume" in output
+    run_dir = only_run(tmp_path)
+    before = drc.load_checkpoint(run_dir / "last.pt")
+    stopped = before["iteration"]
+    assert max(step for step, _ in metrics(run_dir)["losses/value_loss"]) == before["global_step"]
+
+    # what a kill leaves behind: records after the checkpoint
+    with open(run_dir / "metrics.csv", "a") as f:
+        f.write(f"{before['global_step'] + 7},losses/value_loss,1.0\n{before['global_step'] + 9},losses/val")
+    writer = drc.SummaryWriter(run_dir)
+    writer.add_scalar("losses/value_loss", 1.0, before["global_step"] + 7)
+    writer.close()
+
+    total = (stopped + 5) * 40
+    run_script("--resume", run_dir, "--total-timesteps", total)
+    after = drc.load_checkpoint(run_dir / "last.pt")
+    assert after["iteration"] == stopped + 5 and after["finished"]
+    assert after["optimizer"]["state"][0]["step"] == before["optimizer"]["state"][0]["step"] + 5
+    recorded = metrics(run_dir)
+    steps = [step for step, _ in recorded["losses/value_loss"]]
+    assert steps == sorted(set(steps)) and before["global_step"] + 7 not in steps
+    rates = [value for _, value in recorded["charts/learning_rate"]][-5:]
+    assert np.allclose(rates, [1e-3 * (1 - (stopped + k) / (stopped + 5)) for k in range(5)])
+    events = EventAccumulator(str(run_dir)).Reload().Scalars("losses/value_loss")
+    assert [e.step for e in events] == steps
+
+
+def test_a_resume_restores_model_optimizer_counters_and_random_state(tiny, tmp_path):
+    """Resumed at once and stopped before the first update: the next checkpoint equals the last one."""
+    run_dir = train(tmp_path, *tiny, "--total-timesteps", 400, "--num-minibatches", 2)
+    path = run_dir / "last.pt"
+    before = drc.load_checkpoint(path)
+    torch.save(before | {"finished": False}, path)  # as if stopped before the final evaluation
+    run_script("--resume", run_dir)
+    after = drc.load_checkpoint(path)
+    for key in ("iteration", "global_step", "best", "episodes", "levels_sha256"):
+        assert before[key] == after[key], key
+    for name, tensor in before["agent"].items():
+        assert torch.equal(tensor, after["agent"][name])
+    for k, state in before["optimizer"]["state"].items():
+        assert all(torch.equal(state[name], after["optimizer"]["state"][k][name]) for name in state)
+    assert before["optimizer"]["param_groups"] == after["optimizer"]["param_groups"]
+    assert torch.equal(before["rng"][0], after["rng"][0])
+
+
+def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(tiny, tmp_path):
+    """Checkpoints after every iteration, so that most kills hit one being written."""
+    for delay in (0.0, 0.05, 0.11, 0.23):
+        folder = tmp_path / str(delay)
+        process = start(folder, *tiny, "--width", 16, "--total-timesteps", 10**7, "--checkpoint-every", 1)
+        wait_for(lambda folder=folder: list(folder.glob("*/last.pt")))
+        time.sleep(delay)
+        process.kill()
+        process.wait()
+        run_dir = only_run(folder)
+        iteration = drc.load_checkpoint(run_dir / "last.pt")["iteration"]
+        assert iteration >= 1
+    run_script("--resume", run_dir, "--total-timesteps", (iteration + 2) * 40)
+    steps = [step for step, _ in metrics(run_dir)["losses/value_loss"]]
+    assert steps == sorted(set(steps)) and len(steps) == iteration + 2
+    assert not [name for name in os.listdir(run_dir) if name.endswith(".tmp")]
+
+
+def test_a_full_disk_does_not_end_the_training(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "last.pt"
+    drc.save_checkpoint(path, {"x": 1})
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(drc.os, "fsync", full)
+    drc.save_checkpoint(path, {"x": 2})
+    assert torch.load(path, weights_only=True) == {"x": 1} and os.listdir(tmp_path) == ["last.pt"]
+    assert "No space left" in capsys.readouterr().out
+
+
+# ---- evaluation of a checkpoint
+@pytest.fixture(scope="module")
+def trained(level_files, tmp_path_factory):
+    shape = ["--layers", 1, "--experts", 2, "--width", 4, "--num-envs", 8, "--num-steps", 5]
+    levels = ["--levels", level_files / "train.npy", "--eval-levels", level_files / "eval.npy"]
+    return train(tmp_path_factory.mktemp("trained"), *levels, *shape, "--total-timesteps", 80)
+
+
+def test_evaluate_needs_nothing_but_the_checkpoint(trained, level_files):
+    result = run_script("--evaluate", trained / "last.pt", "--capture-video")
+    assert "of 6 levels solved" in result.stdout
+    with drc.Image.open(trained / "last.gif") as gif:
+        assert gif.n_frames > 1 and gif.size == (640, 160)
+    result = run_script(
+        "--evaluate", trained / "last.pt", "--eval-levels", level_files / "train.npy", "--thinking-steps", 2
+    )
+    assert "of 64 levels solved" in result.stdout
+
+
+def test_checkpoint_of_a_compiled_run_loads_into_a_plain_agent(level_files, tmp_path, tiny):
+    run_dir = train(tmp_path, *tiny, "--total-timesteps", 80, "--compile", "--amp")
+    checkpoint = torch.load(run_dir / "last.pt", map_location="cpu", weights_only=True)
+    assert not any("_orig_mod" in name for name in checkpoint["agent"])
+    agent = drc.Agent(1, 1, 4)
+    agent.load_state_dict(checkpoint["agent"])
+
+
+# ---- bad input: exit status 2, a message that names the fault, nothing written
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--num-envs", "8", "--num-minibatches", "3"], "not divisible"),
+        (["--total-timesteps", "39"], "less than one rollout"),
+        (["--layers", "0"], "--layers must be at least 1"),
+        (["--checkpoint-every", "0"], "--checkpoint-every must be at least 1"),
+        (["--levels", "EMPTY"], "no .txt file"),
+        (["--levels", "BROKEN"], "broken.txt, level 1"),
+        (["--levels", "no/such/path"], "no such file"),
+        (["--levels", "TRUNCATED_NPY"], "not a readable .npy"),
+        (["--eval-levels", "WRONG_NPY"], "uint8 (N, 10, 10, 2) wanted"),
+        (["--levels", "EVAL"], "none is left to train on"),
+        (["--resume", "no/such/run"], "no run folder"),
+        (["--evaluate", "no/such/checkpoint"], "there is no checkpoint"),
+        (["--evaluate", "TRUNCATED_PT"], "no whole checkpoint"),
+        (["--evaluate", "CHECKPOINT", "--layers", "2"], "differs from the saved run's 1"),
+        (["--resume", "RUN", "--learning-rate", "0.5"], "differs from the saved run's"),
+        (["--resume", "RUN"], "is finished"),
+        (["--device", "cuda"], "cannot be used here"),
+    ],
+)
+def test_bad_input(arguments, message, tiny, trained, level_files, tmp_path):
+    if "cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    (tmp_path / "empty").mkdir()
+    level = "\n".join(["##########"] * 8)
+    (tmp_path / "broken.txt").write_text("; 0\n" + "".join(text_rows()) + "\n; 1\n" + level + "\n")
+    (tmp_path / "truncated.npy").write_bytes((level_files / "train.npy").read_bytes()[:999])
+    np.save(tmp_path / "wrong.npy", np.zeros((3, 10, 10), np.uint8))
+    (tmp_path / "truncated.pt").write_bytes((trained / "last.pt").read_bytes()[:-500])
+    names = {"EMPTY": "empty", "BROKEN": "broken.txt", "TRUNCATED_NPY": "truncated.npy", "WRONG_NPY": "wrong.npy"}
+    names = {k: tmp_path / v for k, v in (names | {"TRUNCATED_PT": "truncated.pt"}).items()}
+    names |= {"EVAL": level_files / "eval.npy", "CHECKPOINT": trained / "last.pt", "RUN": trained}
+    given = [str(names.get(a, a)) for a in arguments]
+    base = [] if arguments[0] in ("--resume", "--evaluate") else [*tiny, "--total-timesteps", 400]
+    result = run_script(*base, *given, "--runs-dir", tmp_path / "runs", check=False)
+    if arguments[0] == "--resume" and message == "is finished":  # --runs-dir differs there, so leave it away
+        result = run_script(*given, check=False)
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr and "Traceback" not in result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def text_rows():
+    rows = ["##########"] * 5 + ["# $ $$$  #", "# ..  . .#", "# @      #"] + ["##########"] * 2
+    return [row + "\n" for row in rows]
+
+
+def test_help_is_whole():
+    result = run_script("--help")
+    assert not result.stderr and "warning" not in result.stdout.lower()
+    for f in drc.fields(drc.Args):
+        if f.init:
+            assert "--" + f.name.replace("_", "-") in result.stdout
+
+
+# ---- README
+def readme_commands():
+    text = (ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else ""
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.S)
+    lines = [line.split("#")[0].strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return sorted({line for line in lines if line.startswith("python sokoban_drc_ppo.py")})
+
+
+@pytest.mark.parametrize("command", readme_commands())
+def test_readme_commands_run(command, trained, level_files, tmp_path):
+    arguments = shlex.split(command)[2:]
+    if "--evaluate" in arguments:
+        path = arguments[arguments.index("--evaluate") + 1]
+        arguments = [trained / "best.pt" if "NAME" in str(a) else a for a in arguments]
+        if "NAME" not in path:
+            assert (ROOT / path).is_file()
+            copy = tmp_path / Path(path).name  # a GIF is written beside the checkpoint
+            copy.write_bytes((ROOT / path).read_bytes())
+            arguments = [copy if a == path else a for a in arguments]
+        run_script(*arguments, "--eval-levels", level_files / "eval.npy", "--offline")
+    elif "--resume" in arguments:
+        drc.parse_args(["--resume", str(trained)])
+    else:
+        short = ["--total-timesteps", 160, "--num-envs", 8, "--num-steps", 5, "--eval-levels", level_files / "eval.npy"]
+        if "--levels" not in arguments:
+            short += ["--levels", level_files / "train.npy"]
+        kept = [a for a in arguments if not re.fullmatch(r"[\d_]{6,}", a)]
+        kept = [a for i, a in enumerate(kept) if a != "--total-timesteps" and a != "--eval-every"]
+        for flag in ("--num-envs", "--num-steps"):
+            if flag in kept:
+                i = kept.index(flag)
+                kept[i : i + 2] = []
+        run_script(*kept, *short, "--eval-every", 0, "--offline", "--runs-dir", tmp_path)
