@@ -342,7 +342,7 @@ KINDS = {  # boxes off their targets and pulls: from, to; least box-target dista
     # the first push
     "generated": {"boxes": (4, 4), "pulls": (50, 50), "distance": 5, "max_moves": 119, "approach": LEG},
     "medium-easy": {"boxes": (2, 3), "pulls": (30, 30), "distance": 9, "max_moves": 119, "approach": LEG},
-    "easy": {"boxes": (1, 2), "pulls": (2, 8), "distance": 2, "max_moves": 99, "approach": 3},
+    "easy": {"boxes": (1, 2), "pulls": (2, 8), "distance": 2, "max_moves": 99, "approach": 1},
 }
 
 
@@ -427,7 +427,8 @@ def play_backwards(rng, want_paths, boxes, pulls, distance, max_moves, approach)
     start, parked, level = any_bit(rng, floor & ~targets), targets ^ first, np.arange(n)
     player, moving, last_box, move = start, first, 0 * start, 0 * level
     moves = pulled = born = 0 * level
-    budget, trail, ending = rng.integers(pulls[0], pulls[1] + 1, n), [], np.full((LEG, n), NO_MOVE)
+    budget = rng.integers(pulls[0], rng.integers(pulls[0], pulls[1] + 1, n) + 1)  # more short games than long ones
+    trail, ending = [], np.full((LEG, n), NO_MOVE)
     best = np.full(n, distance - 1), first, start, born, born
     for turn in range(pulls[1] + 1):
         free = floor & ~(moving | parked)
@@ -1048,7 +1049,7 @@ if __name__ == "__main__":
             "script": Path(__file__).stem,
             "args": asdict(args),
             "agent": agent.state_dict(),
-            "optimizer": optimizer.state_dict(),
+            "optimizer": optimizer.state_dict() if name == "last.pt" else None,  # the best one is for evaluation
             "iteration": iteration,
             "global_step": global_step,
             "best": best,

@@ -1,0 +1,45 @@
+"""Draw learning curves from the metrics.csv of any number of runs; every run is one line.
+
+python figures/learning_curves.py runs/A runs/B --output curves.png
+"""
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import matplotlib
+import tyro
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+
+@dataclass
+class Args:
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """run folders"""
+    output: Path = Path("learning_curves.png")
+    """picture to write"""
+
+
+def read(run_dir, name):
+    """Steps and values of one scalar."""
+    with open(run_dir / "metrics.csv") as f:
+        rows = [(int(r["step"]), float(r["value"])) for r in csv.DictReader(f) if r["name"] == name]
+    return zip(*rows) if rows else ((), ())
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args)
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), constrained_layout=True)
+    names = {"charts/episodic_return": "return, sampled policy", "eval/solve_rate": "held-out levels solved, greedy"}
+    for axis, (name, title) in zip(axes, names.items()):
+        for k, run_dir in enumerate(args.runs):
+            axis.plot(*read(run_dir, name), marker="." if name.startswith("eval") else None, label=f"run {k + 1}")
+        axis.set(title=title, xlabel="environment steps")
+        axis.grid(alpha=0.3)
+    axes[1].set_ylim(0, 1)
+    axes[1].legend()
+    figure.savefig(args.output, dpi=110)
+    print(f"wrote {args.output}")
