@@ -11,11 +11,11 @@ Its state is carried from step to step and feeds back to the first level, so tha
 Sections: Args, Levels, Environment, Model, Evaluation, Records, Setup, Loop.
 """
 
-import contextlib
 import csv
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import io
 import itertools
 import json
@@ -191,6 +191,12 @@ def parse_args(argv=None):
         fail(f"--num-envs {args.num_envs} is not divisible by --num-minibatches {args.num_minibatches}")
     args.batch_size = args.num_envs * args.num_steps
     args.num_iterations = args.total_timesteps // args.batch_size
+    if args.track and importlib.util.find_spec("wandb") is None:
+        fail("--track needs Weights & Biases: pip install wandb")
+    try:
+        CACHE.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        fail(f"the folder for levels cannot be made ({e}); name another one in the variable BOXOBAN_CACHE")
     if args.num_iterations < 1 and not args.evaluate:
         fail(f"--total-timesteps {args.total_timesteps} is less than one rollout of {args.batch_size} steps")
     return args
@@ -323,10 +329,9 @@ def boxoban_train(offline):
             text = b"".join(z.read(n) for n in names)
         if not hashlib.sha256(text).hexdigest().startswith(TRAIN_SHA256):
             raise ValueError("the download's sha256 is wrong")
-    except (OSError, ValueError, zipfile.BadZipFile) as e:
+    except Exception as e:  # a network, a server and an archive fail in many ways
         print(f"download of {TRAIN_URL} failed: {e}")
         return None
-    CACHE.mkdir(parents=True, exist_ok=True)
     write_atomically(cached, text)
     return text
 
@@ -338,8 +343,8 @@ NO_MOVE = 4  # the moves are 0 up, 1 right, 2 down, 3 left; the opposite of a mo
 SHIFT = [lambda b: b >> 8, lambda b: (b & ~RIGHT) << 1, lambda b: b << 8, lambda b: (b & ~LEFT) >> 1]  # by one move
 PAIRINGS = np.array(list(itertools.permutations(range(4))))
 CHUNK, LEG, LOOK = 5000, 14, 3  # games at once; longest walk between two pulls; pulls between looks at the state
-KINDS = {  # boxes off their targets and pulls: from, to; least box-target distance; most moves of the solution, and to
-    # the first push
+# boxes off their targets and pulls: from, to; least box-target distance; most moves: all, and before the first push
+KINDS = {
     "generated": {"boxes": (4, 4), "pulls": (50, 50), "distance": 5, "max_moves": 119, "approach": LEG},
     "medium-easy": {"boxes": (2, 3), "pulls": (30, 30), "distance": 9, "max_moves": 119, "approach": LEG},
     "easy": {"boxes": (1, 2), "pulls": (2, 8), "distance": 2, "max_moves": 99, "approach": 1},
@@ -486,10 +491,8 @@ def load_levels(name, offline=False, exclude=None):
     if name == "boxoban":
         text = boxoban_train(offline)
         if text is None:
-            print(
-                "\n" + "!" * 100 + "\n!! Boxoban levels are not to be had: training on GENERATED levels instead."
-                "\n!! Put a copy anywhere and name it (--levels PATH), or run once with network.\n" + "!" * 100 + "\n"
-            )
+            print("!" * 100 + "\n!! Boxoban levels are not to be had: training on GENERATED levels instead.")
+            print("!! Run once with network, or name a copy (--levels PATH).\n" + "!" * 100)
             name = "generated"
         else:
             levels = parse_levels(text, "Boxoban unfiltered-train")
@@ -1007,6 +1010,7 @@ if __name__ == "__main__":
         if checkpoint["levels_sha256"] != level_hash(levels):
             fail(f"{run_dir} was trained on {checkpoint['levels']} levels, which are not those to be had now")
         optimizer.load_state_dict(checkpoint["optimizer"])
+        about = json.loads((run_dir / "args.json").read_text()) | {"args": asdict(args)}  # lengths may be new
         print(f"going on at step {global_step:,}; new episodes begin, from zero state: EnvPool cannot be saved")
     else:
         shape = f"L{args.layers}E{args.experts}d{args.width}"
@@ -1015,20 +1019,24 @@ if __name__ == "__main__":
         )
         for i in itertools.count(1):  # two runs that start in the same second get two folders
             run_dir = Path(args.runs_dir) / (run_name + (f"-{i}" if i > 1 else ""))
-            with contextlib.suppress(FileExistsError):
+            try:
                 run_dir.mkdir(parents=True)
                 break
-        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+            except FileExistsError:
+                continue
+            except OSError as e:
+                fail(f"--runs-dir {args.runs_dir} cannot be written to ({e})")
+        status, commit = subprocess.getstatusoutput(f'git -C "{Path(__file__).parent}" rev-parse HEAD')
         about = {
             "args": asdict(args),
             "levels": {"name": levels_name, "count": len(levels), "sha256": level_hash(levels)},
             "eval_levels": {"name": eval_name, "count": len(eval_levels), "sha256": level_hash(eval_levels)},
             "model": model_facts,
             "versions": {m.__name__: m.__version__ for m in (torch, envpool, np)} | {"python": sys.version.split()[0]},
-            "git_commit": git.stdout.strip() or None,
+            "git_commit": None if status else commit,
             "machine": f"{platform.platform()}, {device}, {torch.get_num_threads()} torch threads",
         }
-        write_atomically(run_dir / "args.json", (json.dumps(about, indent=1) + "\n").encode())
+    write_atomically(run_dir / "args.json", (json.dumps(about, indent=1) + "\n").encode())
     wandb_run = None
     if args.track:
         import wandb
@@ -1210,7 +1218,7 @@ if __name__ == "__main__":
         with autocast():
             result = play(eval_levels, film=film, stopped=lambda: signals)
     if not result:
-        print(f"stopped by signal {signals[0]} at step {global_step:,}; go on with: {sys.argv[0]} --resume {run_dir}")
+        print(f"stopped by signal {signals[0]}; go on with: python {sys.argv[0]} --resume {run_dir}")
         sys.exit(128 + signals[0])
     scalars = summarise(result)
     records.write(global_step, scalars)
@@ -1220,5 +1228,5 @@ if __name__ == "__main__":
         best = scalars["eval/solve_rate"]
         save("best.pt")
     save("last.pt", finished=True)
-    print(f"{global_step:,} steps in {elapsed + time.time() - start_time:,.0f} s, {records.writer.log_dir}")
-    print(f"peak memory {peak_memory(device) / 1e6:,.0f} MB; records and checkpoints in {run_dir}")
+    print(f"{global_step:,} steps in {elapsed + time.time() - start_time:,.0f} s, peak memory "
+          f"{peak_memory(device) / 1e6:,.0f} MB; records and checkpoints in {run_dir}")  # fmt: skip

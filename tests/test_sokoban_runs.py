@@ -132,6 +132,24 @@ def test_args_json_tells_what_was_run(tiny, tmp_path):
     assert about["levels"]["count"] == 64 and len(about["levels"]["sha256"]) == 16 and "torch" in about["versions"]
 
 
+def test_return_rises_when_one_box_is_one_or_two_pushes_from_its_target(tmp_path):
+    kinds = drc.KINDS["easy"] | {"boxes": (1, 1), "pulls": (1, 2), "distance": 1, "approach": 0}
+    drc.KINDS["easiest"] = kinds
+    try:
+        levels, _ = drc.generate_levels("easiest", 3000, seed=1)
+    finally:
+        del drc.KINDS["easiest"]
+    np.save(tmp_path / "train.npy", levels[100:])
+    np.save(tmp_path / "eval.npy", levels[:100])
+    arguments = ["--levels", tmp_path / "train.npy", "--eval-levels", tmp_path / "eval.npy", "--eval-every", 0]
+    arguments += ["--layers", 1, "--width", 16, "--learning-rate", 3e-3, "--gamma", 0.95, "--no-anneal-lr"]
+    run_dir = train(tmp_path, *arguments, "--total-timesteps", 180_000, "--torch-threads", 2)
+    recorded = metrics(run_dir)
+    returns = [value for _, value in recorded["charts/episodic_return"]]
+    assert returns[-1] > min(returns) + 5
+    assert recorded["eval/solve_rate"][-1][1] > 0.5
+
+
 # ---- stop and resume
 def start(tmp_path, *arguments):
     command = [sys.executable, ROOT / "sokoban_drc_ppo.py", *arguments, "--runs-dir", tmp_path]
