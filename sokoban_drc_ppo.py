@@ -347,7 +347,7 @@ CHUNK, LEG, LOOK = 5000, 14, 3  # games at once; longest walk between two pulls;
 KINDS = {
     "generated": {"boxes": (4, 4), "pulls": (50, 50), "distance": 5, "max_moves": 119, "approach": LEG},
     "medium-easy": {"boxes": (2, 3), "pulls": (30, 30), "distance": 9, "max_moves": 119, "approach": LEG},
-    "easy": {"boxes": (1, 2), "pulls": (2, 8), "distance": 2, "max_moves": 99, "approach": 1},
+    "easy": {"boxes": (1, 2), "pulls": (2, 8), "distance": 2, "max_moves": 20, "approach": 1},
 }
 
 
@@ -426,13 +426,13 @@ def play_backwards(rng, want_paths, boxes, pulls, distance, max_moves, approach)
     corners = floor & ~(up & down | left & right)  # a box cannot be pushed away from there: good to park it
     parking = np.where(np.bitwise_count(corners) >= 4, corners, spots)
     targets, first = np.zeros((2, n), np.uint64)  # first: where the boxes that will be moved start; the rest are parked
-    for moved in rng.integers(boxes[0], boxes[1] + 1, n) > np.arange(4)[:, None]:
+    for moved in rng.integers(boxes[0], boxes[1] + 1, (2, n)).min(0) > np.arange(4)[:, None]:
         spot = any_bit(rng, np.where(moved, spots, parking) & ~targets)
         targets, first = targets | spot, first | spot * moved
     start, parked, level = any_bit(rng, floor & ~targets), targets ^ first, np.arange(n)
     player, moving, last_box, move = start, first, 0 * start, 0 * level
     moves = pulled = born = 0 * level
-    budget = rng.integers(pulls[0], rng.integers(pulls[0], pulls[1] + 1, n) + 1)  # more short games than long ones
+    budget = rng.integers(pulls[0], pulls[1] + 1, (3, n)).min(0)  # more short games than long ones
     trail, ending = [], np.full((LEG, n), NO_MOVE)
     best = np.full(n, distance - 1), first, start, born, born
     for turn in range(pulls[1] + 1):
