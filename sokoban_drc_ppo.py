@@ -3,9 +3,9 @@
 The agent is `Parallel Experts` with ConvLSTM cells: L levels inside one environment step, E experts a level, width d.
 Its state is carried from step to step and feeds back to the first level, so that depth can be traded for time.
 
-    python sokoban_drc_ppo.py --levels easy --layers 2 --width 16 --total-timesteps 1_500_000   # minutes on a laptop
+    python sokoban_drc_ppo.py --levels easy --eval-levels easy --layers 2 --width 16 --total-timesteps 1_000_000
     python sokoban_drc_ppo.py --layers 4 --seed 1                             # the paper's best small-budget agent
-    python sokoban_drc_ppo.py --evaluate runs/NAME/best.pt --capture-video    # solve rate and a GIF
+    python sokoban_drc_ppo.py --evaluate runs/NAME/last.pt --capture-video    # solve rate and a GIF
     python sokoban_drc_ppo.py --resume runs/NAME                              # go on after a stop
 
 Sections: Args, Levels, Environment, Model, Evaluation, Records, Setup, Loop.
@@ -22,6 +22,7 @@ import json
 import math
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -151,13 +152,13 @@ class Args:
 
 MODEL_ARGS = ("layers", "experts", "width")
 RESUMABLE_ARGS = ("total_timesteps", "eval_every", "checkpoint_every", "log_every", "device", "torch_threads", "resume")
-EVALUATE_ARGS = ("resume", "device", "torch_threads", "thinking_steps", "eval_sample", "capture_video", "track")
+NOT_FROM_CHECKPOINT = ("resume", "device", "torch_threads", "thinking_steps", "eval_sample", "capture_video", "track")
 LEAST = dict.fromkeys(("layers", "experts", "width", "num_envs", "num_steps", "num_minibatches", "update_epochs"), 1)
 LEAST |= {"log_every": 1, "checkpoint_every": 1, "eval_every": 0, "thinking_steps": 0, "torch_threads": 0, "seed": 0}
 
 
 def fail(message):
-    """Stop with exit status 2: the user can mend this."""
+    """Stop with exit status 2: the user can fix this."""
     print(f"error: {message}", file=sys.stderr)
     sys.exit(2)
 
@@ -170,7 +171,7 @@ def parse_args(argv=None):
     if args.resume or args.evaluate:
         if args.evaluate:
             saved, fixed = load_checkpoint(args.evaluate)["args"], MODEL_ARGS
-            saved = {k: v for k, v in saved.items() if k not in EVALUATE_ARGS}
+            saved = {k: v for k, v in saved.items() if k not in NOT_FROM_CHECKPOINT}
         else:
             path = Path(args.resume) / "args.json"
             try:
@@ -183,7 +184,7 @@ def parse_args(argv=None):
         for name in fixed:
             if name in saved and getattr(args, name) != saved[name]:
                 flag = "--" + name.replace("_", "-")
-                fail(f"{flag} {getattr(args, name)} differs from the saved run's {saved[name]}; leave {flag} away")
+                fail(f"{flag} {getattr(args, name)} differs from the saved run's {saved[name]}; omit {flag}")
     for name, least in LEAST.items():
         if getattr(args, name) < least:
             fail(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(args, name)}")
@@ -228,19 +229,14 @@ def canonical_ids(levels):
 
 def parse_levels(text, name):
     """Text in Boxoban's format (bytes) -> levels (N, 10, 10, 2). Stops with file and level where one is broken."""
-    raw = np.frombuffer(text.replace(b"\r\n", b"\n") + b"\n", np.uint8)
-    ends = np.flatnonzero(raw == ord("\n"))
-    starts = np.concatenate([[0], ends[:-1] + 1])
-    header, filled = raw[starts] == ord(";"), ends > starts
-    level = np.cumsum(header) - 1  # of every line
-    rows = filled & ~header
-    if not header.any() or (level[rows] < 0).any():
+    head, *levels = re.split(rb"(?m)^;.*$", text.replace(b"\r\n", b"\n"))
+    if head.strip() or not levels:
         fail(f"{name}: not in Boxoban's text format (a line '; number', then 10 rows of 10 characters)")
-    good = np.bincount(level[rows & (ends - starts == 10)], minlength=level[-1] + 1)
-    every = np.bincount(level[rows], minlength=level[-1] + 1)
-    if len(broken := np.flatnonzero((good != 10) | (every != 10))):
-        fail(f"{name}, level {broken[0]} (from 0): {every[broken[0]]} rows, {good[broken[0]]} of them 10 long, not 10")
-    return check_levels(CELLS[raw[starts[rows][:, None] + np.arange(10)]].reshape(-1, 10, 10, 2), name)
+    levels = [level.strip(b"\n") + b"\n" for level in levels]
+    for k, level in enumerate(levels):
+        if len(level) != 110 or level[10::11] != b"\n" * 10:
+            fail(f"{name}, level {k} (from 0): not 10 rows of 10 characters")
+    return check_levels(CELLS[np.frombuffer(b"".join(levels), np.uint8).reshape(-1, 10, 11)[..., :10]], name)
 
 
 def check_levels(levels, name):
@@ -378,17 +374,17 @@ def carve_rooms(rng, n, steps=37):
 
 def spread(start, free):
     """The free squares within 0, 1, ..., LEG steps of the start."""
-    layers = [start]
+    reach = [start]
     for _ in range(LEG):
-        up, right, down, left = (shift(layers[-1]) for shift in SHIFT)
-        layers.append((layers[-1] | up | right | down | left) & free)
-    return layers
+        up, right, down, left = (shift(reach[-1]) for shift in SHIFT)
+        reach.append((reach[-1] | up | right | down | left) & free)
+    return reach
 
 
-def way_back(layers, square):
-    """A shortest walk from the square to the start of the layers: LEG rows of moves, NO_MOVE where it is nearer."""
+def way_back(reach, square):
+    """A shortest walk from the square to the start of the reach: LEG rows of moves, NO_MOVE where it is nearer."""
     moves = np.full((LEG, len(square)), NO_MOVE, np.uint8)
-    for row, nearer in zip(moves, layers[-2::-1]):
+    for row, nearer in zip(moves, reach[-2::-1]):
         for move, shift in enumerate(SHIFT):
             step = (square & nearer == 0) & (shift(square) & nearer != 0)
             row[step], square = move, np.where(step, shift(square), square)
@@ -431,42 +427,44 @@ def play_backwards(rng, want_paths, boxes, pulls, distance, max_moves, approach)
         targets, first = targets | spot, first | spot * moved
     start, parked, level = any_bit(rng, floor & ~targets), targets ^ first, np.arange(n)
     player, moving, last_box, move = start, first, 0 * start, 0 * level
-    moves = pulled = born = 0 * level
+    moves = pulled = restarted = 0 * level
     budget = rng.integers(pulls[0], pulls[1] + 1, (3, n)).min(0)  # more short games than long ones
     trail, ending = [], np.full((LEG, n), NO_MOVE)
-    best = np.full(n, distance - 1), first, start, born, born
+    best = np.full(n, distance - 1), first, start, restarted, restarted
     for turn in range(pulls[1] + 1):
         free = floor & ~(moving | parked)
-        layers = spread(player, free)
+        reach = spread(player, free)
         if turn % LOOK == 0 or turn == pulls[1]:
-            end = any_bit(rng, layers[approach] & ~targets)
-            length = moves + sum(end & layer == 0 for layer in layers)
+            end = any_bit(rng, reach[approach] & ~targets)
+            length = moves + sum(end & layer == 0 for layer in reach)
             score, off = box_distance(moving | parked, targets), np.bitwise_count(moving & ~targets)
             better = (score > best[0]) & (off >= boxes[0]) & (off <= boxes[1]) & (length <= max_moves) & (end != 0)
-            best = [np.where(better, *pair) for pair in zip((score, moving | parked, end, born, turn), best)]
-            ending = np.where(better, way_back(layers, end), ending) if want_paths else None
+            best = [np.where(better, *pair) for pair in zip((score, moving | parked, end, restarted, turn), best)]
+            ending = np.where(better, way_back(reach, end), ending) if want_paths else None
         # The boxes that can be pulled, by the player's move: the player can get to the square beside the box, and the
         # one after it is free. As a rule the last pull goes on; else a box that is still on its target comes first.
-        can = np.stack([moving & SHIFT[m ^ 2](layers[-1]) & SHIFT[m ^ 2](SHIFT[m ^ 2](free)) for m in range(4)])
-        again = (can[move, level] & last_box != 0) & (rng.random(n) < 0.8)
-        can = np.where((can & targets).any(0), can & targets, can)
-        move = np.where(again, move, (rng.random((4, n), np.float32) * (can != 0)).argmax(0))
-        box = np.where(again, last_box, any_bit(rng, can[move, level])) * (pulled < budget)  # 0: no pull
+        pullable = np.stack([moving & SHIFT[m ^ 2](reach[-1]) & SHIFT[m ^ 2](SHIFT[m ^ 2](free)) for m in range(4)])
+        keep_on = (pullable[move, level] & last_box != 0) & (rng.random(n) < 0.8)
+        pullable = np.where((pullable & targets).any(0), pullable & targets, pullable)
+        move = np.where(keep_on, move, (rng.random((4, n), np.float32) * (pullable != 0)).argmax(0))
+        box = np.where(keep_on, last_box, any_bit(rng, pullable[move, level])) * (pulled < budget)  # 0: no pull
         pull, last_box = box != 0, go(box, move)  # it comes to where the player stood
         if want_paths:
-            walk = way_back(layers, np.where(pull, last_box, player))
+            walk = way_back(reach, np.where(pull, last_box, player))
             trail.append(np.vstack([np.where(pull, move ^ 2, NO_MOVE), walk]))
         stuck = ~pull & (pulled < budget)  # no box can be pulled any more: start again
-        moves = np.where(stuck, 0, moves + pull * (1 + sum(last_box & layer == 0 for layer in layers)))
-        pulled, born = np.where(stuck, 0, pulled + pull), np.where(stuck, turn + 1, born)
+        moves = np.where(stuck, 0, moves + pull * (1 + sum(last_box & layer == 0 for layer in reach)))
+        pulled, restarted = np.where(stuck, 0, pulled + pull), np.where(stuck, turn + 1, restarted)
         moving = np.where(stuck, first, moving ^ box ^ last_box)
         player = np.where(stuck, start, np.where(pull, go(last_box, move), player))
     good = np.flatnonzero(best[0] >= distance)
     levels = as_levels(*(bits[good] for bits in (floor, targets, *best[1:3])))
     if not want_paths:
         return levels, []
-    born, turn, trail = best[3], best[4], np.array(trail)
-    paths = [np.append(ending[:, i], trail[born[i] : turn[i], :, i][::-1])[:-LEG] for i in good]  # up to the last push
+    restarted, turn, trail = best[3], best[4], np.array(trail)
+    paths = [
+        np.append(ending[:, i], trail[restarted[i] : turn[i], :, i][::-1])[:-LEG] for i in good
+    ]  # up to the last push
     return levels, [path[path != NO_MOVE].astype(np.uint8) for path in paths]
 
 
@@ -491,7 +489,7 @@ def load_levels(name, offline=False, exclude=None):
     if name == "boxoban":
         text = boxoban_train(offline)
         if text is None:
-            print("!" * 100 + "\n!! Boxoban levels are not to be had: training on GENERATED levels instead.")
+            print("!" * 100 + "\n!! Boxoban levels are not available: training on GENERATED levels instead.")
             print("!! Run once with network, or name a copy (--levels PATH).\n" + "!" * 100)
             name = "generated"
         else:
@@ -574,11 +572,14 @@ class Sokoban:
 
 
 def training_shards(levels, num_envs, seed):
-    """Pools of 16 environments or fewer, so that the copy of its shard that EnvPool keeps for each stays under 1 GB."""
-    size = next(s for s in (16, 8, 4, 2, 1) if num_envs % s == 0 and (s == 1 or len(levels) * s * 228 < 1e9))
-    n = num_envs // size
+    """Pools of 16 environments or fewer, each with its part (shard) of the levels -> shards, seeds.
+
+    EnvPool keeps a copy of the pool's shard for each environment; all copies together stay under 1 GB.
+    """
+    size = next(s for s in (16, 8, 4, 2, 1) if s == 1 or len(levels) * s * 228 < 1e9)
+    n = -(-num_envs // size)
     seeds = np.random.SeedSequence(seed).generate_state(num_envs) >> 1
-    return [levels[i % len(levels) :: n] for i in range(n)], np.split(seeds, n)
+    return [levels[i % len(levels) :: n] for i in range(n)], np.array_split(seeds, n)
 
 
 @functools.cache
@@ -676,9 +677,10 @@ class Agent(nn.Module):
     def __init__(self, layers, experts, width):
         super().__init__()
         self.experts, self.width = experts, width
-        self.blocks = [width] + [experts * width] * (layers + (experts > 1))  # channels of the state: s, c of levels, h
+        # channels of the state: s, the c of every level, and with several experts their h (one expert's h is s)
+        self.state_channels = [width] + [experts * width] * (layers + (experts > 1))
         self.embedding = nn.Parameter(torch.randn(2, 5, 16) * 0.1)  # torch's 1.0 learns 10x slower behind the norm
-        self.levels = nn.ModuleList(ConvLSTM(32, width, experts) for _ in range(layers))
+        self.cells = nn.ModuleList(ConvLSTM(32, width, experts) for _ in range(layers))
         self.norm = nn.Parameter(torch.ones(width, 1))
         self.attention = nn.Linear(width, 1, bias=False)
         self.dense = nn.Linear(2 * width, 2 * 256)
@@ -689,19 +691,20 @@ class Agent(nn.Module):
             if name.endswith("bias"):
                 nn.init.zeros_(p)
             elif name.endswith("weight"):
-                nn.init.normal_(p, std=(self.levels[0].fan_in if "levels" in name else p.shape[1]) ** -0.5)
+                nn.init.normal_(p, std=(self.cells[0].fan_in if "cells" in name else p.shape[1]) ** -0.5)
 
     def initial_state(self, batch, device=None):
-        """(batch, channels, 10, 10) of s, every level's c and, with several experts, their h (one expert's h is s)."""
-        return torch.zeros(batch, sum(self.blocks), 10, 10, device=device)
+        """(batch, channels, 10, 10) of zeros."""
+        return torch.zeros(batch, sum(self.state_channels), 10, 10, device=device)
 
     def encode(self, obs):
         """obs (N, 10, 10, 2) uint8 -> planes (N, 16, 10, 10) and table (16, 32), whose product is the encoding.
 
         The encoding x (32 channels, RMS over the board 1) is linear in one-hot planes, so the convolutions that read it
-        take the planes and fold the table into their weights. 6 planes are 0: oneDNN works in blocks of 16.
+        take the planes and fold the table into their weights. 6 planes are 0: oneDNN, torch's library for CPUs,
+        works in blocks of 16.
         """
-        classes = torch.tensor([0, 1, 2, 3, 4] + [255] * 3, device=obs.device, dtype=torch.uint8).view(8, 1, 1)
+        classes = torch.arange(8, dtype=torch.uint8, device=obs.device).view(8, 1, 1)
         planes = (obs.permute(0, 3, 1, 2).unsqueeze(2) == classes).flatten(1, 2).to(self.norm.dtype)
         table = torch.block_diag(*F.pad(self.embedding, (0, 0, 0, 3)))
         mean_square = planes.sum((2, 3)) @ table.square().sum(1) / (32 * 100)
@@ -716,10 +719,10 @@ class Agent(nn.Module):
         T, B = first.shape
         E, d = self.experts, self.width
         planes, table = self.encode(obs.flatten(0, 1))
-        u = [level.read(planes, table).view(T, B, E, 4 * d, 10, 10).unbind(0) for level in self.levels]
+        u = [cell.read(planes, table).view(T, B, E, 4 * d, 10, 10).unbind(0) for cell in self.cells]
         # with one expert h is s: one convolution with the sum of the weights is exact and costs half
-        weights = [lv.conv_s.weight + lv.conv_h.weight if E == 1 else lv.conv_s.weight for lv in self.levels]
-        s, *c = state.split(self.blocks, 1)
+        weights = [cell.conv_s.weight + cell.conv_h.weight if E == 1 else cell.conv_s.weight for cell in self.cells]
+        s, *c = state.split(self.state_channels, 1)
         h = c.pop() if E > 1 else None
         c = [c_l.view(B, E, d, 10, 10) for c_l in c]
         outputs = []
@@ -728,11 +731,11 @@ class Agent(nn.Module):
             s = s * keep
             h = h * keep if E > 1 else None
             c = [c_l * keep.unsqueeze(4) for c_l in c]
-            for l, level in enumerate(self.levels):
+            for l, cell in enumerate(self.cells):
                 z = F.conv2d(s, weights[l], padding=1)
                 if E > 1:
-                    z = z + level.conv_h(h)
-                h_l, c[l] = self.gates(z.view(B, E, 4 * d, 10, 10), u[l][t], c[l], level.scale)
+                    z = z + cell.conv_h(h)
+                h_l, c[l] = self.gates(z.view(B, E, 4 * d, 10, 10), u[l][t], c[l], cell.scale)
                 h = h_l.flatten(1, 2)
                 s = h if E == 1 else h_l.sum(1) * E**-0.5  # variance-normalising sum
             outputs.append(s)
@@ -754,7 +757,7 @@ def gae(rewards, values, dones, timeouts, gamma, gae_lambda):
     """Generalised advantage estimation (Schulman et al. 2016) under next-step autoreset.
 
     rewards (T, B); values, dones, timeouts (T+1, B): dones[t] = 1 says that obs[t] is the last one of its episode (row
-    t then is no step of any), timeouts[t] = 1 that its value counts all the same. -> advantages (T, B), 0 in such rows.
+    t then is no step of any), timeouts[t] = 1 to bootstrap from its value. -> advantages (T, B), 0 in such rows.
     """
     advantages = torch.zeros_like(rewards)
     lastgaelam = torch.zeros_like(rewards[0])
@@ -888,10 +891,10 @@ def write_gif(path, frames):
 # Records
 # ======================================================================================================================
 class Records:
-    """Scalars to TensorBoard, metrics.csv and, if wanted, W&B. A resume at `step` drops all that came later."""
+    """Scalars to TensorBoard and metrics.csv. A resume at `step` drops all that came later."""
 
-    def __init__(self, run_dir, step=None, wandb=None):
-        self.writer, self.wandb = SummaryWriter(run_dir, purge_step=None if step is None else step + 1), wandb
+    def __init__(self, run_dir, step=None):
+        self.writer = SummaryWriter(run_dir, purge_step=None if step is None else step + 1)
         path, rows = Path(run_dir) / "metrics.csv", []
         if step is not None and path.is_file():
             with open(path, newline="") as f:
@@ -910,8 +913,6 @@ class Records:
             self.writer.flush()
         except OSError as e:  # a full disk must not end a training
             tqdm.write(f"could not write the scalars of step {step}: {e}")
-        if self.wandb:
-            self.wandb.log({name: float(value) for name, value in scalars.items()}, step=step)
 
 
 def save_checkpoint(path, checkpoint):
@@ -960,20 +961,21 @@ if __name__ == "__main__":
         device = torch.empty(0, device=gpu if args.device == "auto" else args.device).device
     except (RuntimeError, AssertionError) as e:
         fail(f"--device {args.device} cannot be used here ({str(e).splitlines()[0]})")
+    device_rng = getattr(torch, device.type) if device.type != "cpu" else None  # torch.cuda or torch.mps
     torch.manual_seed(args.seed)
     autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=args.amp)
 
     agent = Agent(args.layers, args.experts, args.width).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-6)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        one_obs = torch.zeros(1, 1, 10, 10, 2, dtype=torch.uint8, device=device)
-        agent(one_obs, torch.ones(1, 1, device=device), agent.initial_state(1, device))
+        board = torch.zeros(1, args.num_envs, 10, 10, 2, dtype=torch.uint8, device=device)
+        agent(board, torch.ones(board.shape[:2], device=device), agent.initial_state(args.num_envs, device))
     if args.compile:
-        agent.gates = torch.compile(lstm_gates, dynamic=False)
+        agent.gates = torch.compile(lstm_gates)
     model_facts = {
         "parameters": sum(p.numel() for p in agent.parameters()),
         "W": args.layers * args.experts * args.width * (32 + 2 * args.width),  # the paper's proxy of work
-        "flops_per_step": counter.get_total_flops(),
+        "flops_per_step": counter.get_total_flops() // args.num_envs,  # forward
     }
     print(f"agent L={args.layers} E={args.experts} d={args.width}: {model_facts}")
     print(f"{device}, {torch.get_num_threads()} torch threads")
@@ -991,7 +993,7 @@ if __name__ == "__main__":
     if args.resume and checkpoint["finished"] and iteration >= args.num_iterations:
         fail(f"{args.resume} is finished; raise --total-timesteps, or use --evaluate {path}")
 
-    eval_levels, eval_name = load_levels(args.eval_levels)
+    eval_levels, args.eval_levels = load_levels(args.eval_levels, args.offline)
     play = functools.partial(
         evaluate, agent, device=device, sample=args.eval_sample, thinking_steps=args.thinking_steps, seed=args.seed
     )
@@ -1004,18 +1006,19 @@ if __name__ == "__main__":
             write_gif(Path(args.evaluate).with_suffix(".gif"), result["frames"])
         sys.exit()
 
-    levels, levels_name = load_levels(args.levels, args.offline, exclude=eval_levels)
+    levels, args.levels = load_levels(args.levels, args.offline, exclude=eval_levels)
+    levels_sha256 = level_hash(levels)
     if args.resume:
         run_dir = Path(args.resume)
-        if checkpoint["levels_sha256"] != level_hash(levels):
-            fail(f"{run_dir} was trained on {checkpoint['levels']} levels, which are not those to be had now")
+        if checkpoint["levels_sha256"] != levels_sha256:
+            fail(f"{run_dir} was trained on {checkpoint['levels']} levels, which are not those available now")
         optimizer.load_state_dict(checkpoint["optimizer"])
         about = json.loads((run_dir / "args.json").read_text()) | {"args": asdict(args)}  # lengths may be new
         print(f"going on at step {global_step:,}; new episodes begin, from zero state: EnvPool cannot be saved")
     else:
         shape = f"L{args.layers}E{args.experts}d{args.width}"
         run_name = (
-            f"{Path(__file__).stem}__{Path(levels_name).name}__{shape}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+            f"{Path(__file__).stem}__{Path(args.levels).name}__{shape}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
         )
         for i in itertools.count(1):  # two runs that start in the same second get two folders
             run_dir = Path(args.runs_dir) / (run_name + (f"-{i}" if i > 1 else ""))
@@ -1029,28 +1032,28 @@ if __name__ == "__main__":
         status, commit = subprocess.getstatusoutput(f'git -C "{Path(__file__).parent}" rev-parse HEAD')
         about = {
             "args": asdict(args),
-            "levels": {"name": levels_name, "count": len(levels), "sha256": level_hash(levels)},
-            "eval_levels": {"name": eval_name, "count": len(eval_levels), "sha256": level_hash(eval_levels)},
+            "levels": {"name": args.levels, "count": len(levels), "sha256": levels_sha256},
+            "eval_levels": {"name": args.eval_levels, "count": len(eval_levels), "sha256": level_hash(eval_levels)},
             "model": model_facts,
             "versions": {m.__name__: m.__version__ for m in (torch, envpool, np)} | {"python": sys.version.split()[0]},
             "git_commit": None if status else commit,
             "machine": f"{platform.platform()}, {device}, {torch.get_num_threads()} torch threads",
         }
     write_atomically(run_dir / "args.json", (json.dumps(about, indent=1) + "\n").encode())
-    wandb_run = None
     if args.track:
         import wandb
 
-        wandb_run = wandb.init(project="temporal-recurrence", id=run_dir.name, resume="allow", config=asdict(args))
-    records = Records(run_dir, global_step if args.resume else None, wandb_run)
+        facts = {"project": "temporal-recurrence", "id": run_dir.name, "config": asdict(args)}
+        wandb.init(**facts, resume="allow", sync_tensorboard=True)
+    records = Records(run_dir, global_step if args.resume else None)
 
     # other seeds after a resume: the same ones would bring the same levels again
     envs = Sokoban(*training_shards(levels, args.num_envs, [args.seed, iteration]))
-    print(f"EnvPool serves {levels_name} in {len(envs.pools)} pools of {envs.sizes[0]}: first observations checked")
+    print(f"EnvPool serves {args.levels} in {len(envs.pools)} pools: first observations checked")
     if args.resume:  # last, since what came before may have drawn random numbers
         torch.set_rng_state(checkpoint["rng"][0])
-        if device.type == "cuda" and checkpoint["rng"][1:]:
-            torch.cuda.set_rng_state_all(checkpoint["rng"][1:])
+        if device_rng and len(checkpoint["rng"]) > 1:
+            device_rng.set_rng_state(checkpoint["rng"][1])
 
     def save(name, finished=False):
         checkpoint = {
@@ -1063,19 +1066,18 @@ if __name__ == "__main__":
             "best": best,
             "elapsed": elapsed + time.time() - start_time,
             "episodes": list(episodes),
-            "rng": [torch.get_rng_state(), *torch.cuda.get_rng_state_all()],
-            "levels": levels_name,
-            "levels_sha256": level_hash(levels),
+            "rng": [torch.get_rng_state()] + ([device_rng.get_rng_state()] if device_rng else []),
+            "levels": args.levels,
+            "levels_sha256": levels_sha256,
             "finished": finished,
         }
         save_checkpoint(run_dir / name, checkpoint)
 
     signals = []
 
-    def on_signal(signum, frame):
-        if signals:  # the second one does not wait
-            raise KeyboardInterrupt
+    def on_signal(signum, frame):  # finish the iteration and save; a second Ctrl-C does not wait for that
         signals.append(signum)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGTERM, on_signal)
@@ -1093,7 +1095,7 @@ if __name__ == "__main__":
     next_done = next_timeout = torch.zeros(N, device=device)
     next_first = torch.ones(N, device=device)  # next_obs opens an episode
     next_state = agent.initial_state(N, device)
-    episode_return, episode_length, over = np.zeros(N), np.zeros(N, int), np.zeros(N, bool)
+    episode_return, episode_length, was_done = np.zeros(N), np.zeros(N, int), np.zeros(N, bool)
     bar = tqdm(
         total=args.total_timesteps,
         initial=iteration * args.batch_size,
@@ -1132,12 +1134,12 @@ if __name__ == "__main__":
             next_done = torch.from_numpy(done).to(device, torch.float32)
             next_timeout = torch.from_numpy(timeout).to(device, torch.float32)
             episode_return += reward
-            episode_length += ~over
-            global_step += int(N - over.sum())
+            episode_length += ~was_done
+            global_step += int(N - was_done.sum())
             for i in np.flatnonzero(done):
                 episodes.append([float(episode_return[i]), int(episode_length[i]), bool(solved[i])])
             episode_return[done] = episode_length[done] = 0
-            over = done
+            was_done = done
 
         # advantages; the state after the value call is dropped: the next rollout reads this observation again
         with torch.no_grad(), autocast():
@@ -1179,7 +1181,8 @@ if __name__ == "__main__":
             timers["evaluation"] += time.perf_counter() - clock
 
         # records
-        saving = global_step // args.checkpoint_every > saved or last or signals
+        stop = bool(signals)
+        saving = global_step // args.checkpoint_every > saved or last or stop
         if result or saving or iteration % args.log_every == 0:
             seconds, steps, valid = time.time() - logged_time, global_step - logged_step, 1 - dones[:T]
             variance = masked_mean((returns - masked_mean(returns, valid)).square(), valid)
@@ -1196,7 +1199,7 @@ if __name__ == "__main__":
             if episodes:
                 names = ("charts/episodic_return", "charts/episodic_length", "charts/solve_rate")
                 scalars |= dict(zip(names, np.mean(episodes, 0)))
-                bar.set_postfix_str("return {:.2f}, length {:.0f}, solved {:.1%}".format(*np.mean(episodes, 0)))
+                bar.set_postfix_str("return {:.2f}, length {:.0f}, solved {:.1%}".format(*np.mean(episodes, 0)), False)
             if result:
                 scalars |= summarise(result)
             records.write(global_step, scalars)
@@ -1208,7 +1211,7 @@ if __name__ == "__main__":
         if saving:
             saved = global_step // args.checkpoint_every
             save("last.pt")
-        if signals:
+        if stop:
             break
     bar.close()
 
@@ -1224,7 +1227,7 @@ if __name__ == "__main__":
     records.write(global_step, scalars)
     if film:
         write_gif(run_dir / "evaluation.gif", result["frames"])
-    if scalars["eval/solve_rate"] > best:
+    if best < 0:  # there was no evaluation before
         best = scalars["eval/solve_rate"]
         save("best.pt")
     save("last.pt", finished=True)

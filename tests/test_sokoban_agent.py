@@ -21,7 +21,7 @@ def make_agent(layers=2, experts=3, width=8, seed=0):
     torch.manual_seed(seed)
     agent = drc.Agent(layers, experts, width)
     with torch.no_grad():
-        for level in agent.levels:
+        for level in agent.cells:
             level.scale.normal_(1, 0.3)
             level.conv_x.bias.normal_(0, 0.3)
         agent.norm.normal_(1, 0.3)
@@ -30,8 +30,8 @@ def make_agent(layers=2, experts=3, width=8, seed=0):
 
 def reference_core(agent, obs, first, state):
     """The architecture as the paper states it: embeddings, one convolution of [x, s, h] an expert, loops everywhere."""
-    (T, B), E, d, L = first.shape, agent.experts, agent.width, len(agent.levels)
-    s, *c = [x.clone() for x in state.split(agent.blocks, 1)]
+    (T, B), E, d, L = first.shape, agent.experts, agent.width, len(agent.cells)
+    s, *c = [x.clone() for x in state.split(agent.state_channels, 1)]
     h = list((c.pop() if E > 1 else s).split(d, 1))
     c = [list(c_l.split(d, 1)) for c_l in c]
     outputs = []
@@ -41,7 +41,7 @@ def reference_core(agent, obs, first, state):
         keep = (1 - first[t]).view(B, 1, 1, 1)
         s, h, c = s * keep, [x * keep for x in h], [[x * keep for x in c_l] for c_l in c]
         for l in range(L):
-            level, merged = agent.levels[l], 0
+            level, merged = agent.cells[l], 0
             parts = [conv.weight.split(4 * d) for conv in (level.conv_x, level.conv_s, level.conv_h)]
             for e in range(E):
                 weight, bias = torch.cat([p[e] for p in parts], 1), level.conv_x.bias[4 * d * e : 4 * d * (e + 1)]
@@ -60,7 +60,7 @@ def reference_core(agent, obs, first, state):
 def test_core_equals_a_plain_loop_over_experts(layers, experts):
     agent = make_agent(layers, experts).double()
     obs, first = boards(4, 3)
-    first, state = first.double(), torch.randn(3, sum(agent.blocks), 10, 10).double()
+    first, state = first.double(), torch.randn(3, sum(agent.state_channels), 10, 10).double()
     agent.gates = lambda z, u, c, scale: plain_double(z + u, c, scale)
     for ours, reference in zip(agent.core(obs, first, state), reference_core(agent, obs, first, state)):
         assert torch.allclose(ours, reference, atol=1e-10)
@@ -85,7 +85,7 @@ def gradients(agent, obs, first, state):
 def test_backward_by_hand_equals_autograd(experts):
     agent = make_agent(2, experts)
     obs, first = boards(5, 3)
-    state = torch.randn(3, sum(agent.blocks), 10, 10)
+    state = torch.randn(3, sum(agent.state_channels), 10, 10)
     by_hand = gradients(agent, obs, first, state)
     agent.gates = drc.lstm_gates
     for ours, reference in zip(by_hand, gradients(agent, obs, first, state)):
@@ -106,7 +106,7 @@ def test_two_episodes_in_one_stream_equal_two_runs():
     obs, _ = boards(9, 2)
     first = torch.zeros(9, 2)
     first[0], first[4] = 1, 1
-    garbage = torch.randn(2, sum(agent.blocks), 10, 10)  # must not be seen: the first step opens an episode
+    garbage = torch.randn(2, sum(agent.state_channels), 10, 10)  # must not be seen: the first step opens an episode
     logits, value, state = agent(obs, first, garbage)
     a = agent(obs[:4], torch.zeros(4, 2), agent.initial_state(2))
     b = agent(obs[4:], torch.zeros(5, 2), agent.initial_state(2))
@@ -123,7 +123,7 @@ def test_state_is_exactly_zero_at_a_first_observation():
     obs, _ = boards(1, 2)
     try:
         F.conv2d = lambda x, *args, **kwargs: (seen.append(x.clone()), conv(x, *args, **kwargs))[1]
-        agent(obs, torch.tensor([[1.0, 0.0]]), torch.ones(2, sum(agent.blocks), 10, 10))
+        agent(obs, torch.tensor([[1.0, 0.0]]), torch.ones(2, sum(agent.state_channels), 10, 10))
     finally:
         F.conv2d = conv
     planes = 2  # one convolution a level reads the observation
@@ -138,7 +138,7 @@ def test_replay_of_a_rollout_gives_the_same_policy(experts):
     """Steps one by one, as a rollout makes them, then all at once, as the update does: ratio 1, across resets."""
     agent = make_agent(2, experts)
     obs, first = boards(20, 4)
-    start = state = torch.randn(4, sum(agent.blocks), 10, 10)
+    start = state = torch.randn(4, sum(agent.state_channels), 10, 10)
     stepwise = []
     with torch.no_grad():
         for t in range(20):
@@ -196,7 +196,7 @@ def test_advantages_equal_a_sum_of_discounted_errors_and_do_not_cross_episodes()
 def minibatch(agent, T=6, B=4, seed=1):
     obs, first = boards(T, B, seed)
     torch.manual_seed(seed)
-    state = torch.randn(B, sum(agent.blocks), 10, 10)
+    state = torch.randn(B, sum(agent.state_channels), 10, 10)
     dones = torch.zeros(T, B)
     for t, b in ((2, 1), (4, 3), (0, 0)):
         dones[t % T, b % B] = 1

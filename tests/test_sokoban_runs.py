@@ -186,6 +186,7 @@ def test_a_stopped_run_goes_on_where_it_was(tiny, tmp_path, signum):
 
     total = (stopped + 5) * 40
     run_script("--resume", run_dir, "--total-timesteps", total)
+    assert json.loads((run_dir / "args.json").read_text())["args"]["total_timesteps"] == total  # for the next resume
     after = drc.load_checkpoint(run_dir / "last.pt")
     assert after["iteration"] == stopped + 5 and after["finished"]
     assert after["optimizer"]["state"][0]["step"] == before["optimizer"]["state"][0]["step"] + 5
