@@ -189,7 +189,7 @@ def test_a_stopped_run_goes_on_where_it_was(tiny, tmp_path, signum):
     assert json.loads((run_dir / "args.json").read_text())["args"]["total_timesteps"] == total  # for the next resume
     after = drc.load_checkpoint(run_dir / "last.pt")
     assert after["iteration"] == stopped + 5 and after["finished"]
-    assert after["optimizer"]["state"][0]["step"] == before["optimizer"]["state"][0]["step"] + 5
+    assert after["optimizer"]["state"][0]["step"] == before["optimizer"]["state"][0]["step"] + 5 * 4  # minibatches
     recorded = metrics(run_dir)
     steps = [step for step, _ in recorded["losses/value_loss"]]
     assert steps == sorted(set(steps)) and before["global_step"] + 7 not in steps
