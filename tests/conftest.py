@@ -1,4 +1,5 @@
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,10 @@ import torch  # noqa: E402
 import sokoban_drc_ppo as drc  # noqa: E402
 
 torch.set_num_threads(1)
+
+
+# torch.compile writes C++ on a CPU
+needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
 
 
 def run_script(*arguments, script="sokoban_drc_ppo.py", cwd=ROOT, check=True, **kwargs):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import drc
+from conftest import drc, needs_compiler
 
 
 def boards(T, B, seed=0):
@@ -92,6 +92,7 @@ def test_backward_by_hand_equals_autograd(experts):
         assert torch.allclose(ours, reference, rtol=1e-4, atol=1e-5 * float(reference.detach().abs().max()))
 
 
+@needs_compiler
 def test_compiled_gates_equal_eager_ones():
     agent = make_agent(1, 2, 4)
     obs, first = boards(3, 2)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, drc, run_script
+from conftest import ROOT, drc, needs_compiler, run_script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 
@@ -267,6 +267,7 @@ def test_evaluate_needs_nothing_but_the_checkpoint(trained, level_files):
     assert "of 64 levels solved" in result.stdout
 
 
+@needs_compiler
 def test_checkpoint_of_a_compiled_run_loads_into_a_plain_agent(level_files, tmp_path, tiny):
     run_dir = train(tmp_path, *tiny, "--total-timesteps", 80, "--compile", "--amp")
     checkpoint = torch.load(run_dir / "last.pt", map_location="cpu", weights_only=True)
