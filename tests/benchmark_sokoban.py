@@ -4,7 +4,7 @@
 
 For each (layers, experts, width): `share` = time of the convolutions alone, called as the script calls them (20
 single-step forward passes without gradient, then the training forward and backward pass) / time of the whole loop of
-the script, which runs as a user would: 32 environments x 20 steps, one epoch. Both are measured in turn, 3 times.
+the script, which runs as a user would: 32 environments x 20 steps, one epoch. Both are measured in turn, twice.
 """
 
 import csv
@@ -86,13 +86,13 @@ def loop_seconds(shape, iterations):
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    print(f"{torch.get_num_threads()} torch threads, {N} environments x {T} steps, fp32; medians of 3 turns")
+    print(f"{torch.get_num_threads()} torch threads, {N} environments x {T} steps, fp32; medians of 2 turns")
     pass_seconds = []
     for shape, iterations in {(4, 1, 64): 8, (2, 6, 32): 8, (1, 1, 16): 120}.items():
         agent = script.Agent(*shape)
         rollout, training = recorded_convolutions(agent, 1) * T, recorded_convolutions(agent, T)
         loops, environments, convolutions = [], [], []
-        for _ in range(3):
+        for _ in range(2):
             seconds, environment = loop_seconds(shape, iterations)
             loops.append(seconds)
             environments.append(environment)

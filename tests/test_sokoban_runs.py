@@ -219,7 +219,7 @@ def test_a_resume_restores_model_optimizer_counters_and_random_state(tiny, tmp_p
 
 def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(tiny, tmp_path):
     """Checkpoints after every iteration, so that most kills hit one being written."""
-    for delay in (0.0, 0.05, 0.11, 0.23):
+    for delay in (0.03, 0.11):
         folder = tmp_path / str(delay)
         process = start(folder, *tiny, "--width", 16, "--total-timesteps", 10**7, "--checkpoint-every", 1)
         wait_for(lambda folder=folder: list(folder.glob("*/last.pt")))
