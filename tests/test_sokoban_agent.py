@@ -322,15 +322,19 @@ def test_evaluation_of_known_solutions():
 def test_thinking_steps_only_advance_the_state():
     agent = make_agent(1, 1, 4)
     levels, _ = drc.generate_levels("easy", 5, seed=6)
-    calls = []
-    forward = agent.forward
-    agent.forward = lambda obs, first, state: (calls.append((obs.clone(), first.clone())), forward(obs, first, state))[
-        1
-    ]
-    drc.evaluate(agent, levels, torch.device("cpu"), thinking_steps=3)
-    for k in range(4):
+    calls, forward = [], agent.forward
+
+    def record(obs, first, state):
+        result = forward(obs, first, state)
+        calls.append((obs, first, state, result[2]))
+        return result
+
+    agent.forward = record
+    result = drc.evaluate(agent, levels, torch.device("cpu"), thinking_steps=3)
+    for k in range(4):  # three passes to think, and the one that chooses the first move
         assert torch.equal(calls[k][0], calls[0][0]) and (calls[k][1] == (k == 0)).all()
-    assert not torch.equal(calls[4][0], calls[0][0]) or len(calls) == 123
+        assert k == 0 or torch.equal(calls[k][2], calls[k - 1][3])
+    assert len(calls) == 3 + result["lengths"].max()
 
 
 def test_every_argument_is_read():

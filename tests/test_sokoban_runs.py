@@ -294,7 +294,7 @@ def test_checkpoint_of_a_compiled_run_loads_into_a_plain_agent(level_files, tmp_
         (["--evaluate", "no/such/checkpoint"], "there is no checkpoint"),
         (["--evaluate", "TRUNCATED_PT"], "no whole checkpoint"),
         (["--evaluate", "CHECKPOINT", "--layers", "2"], "differs from the saved run's 1"),
-        (["--resume", "RUN", "--learning-rate", "0.5"], "differs from the saved run's"),
+        (["--resume", "RUN", "--learning-rate", "0.5"], "--learning-rate 0.5 differs"),
         (["--resume", "RUN"], "is finished"),
         (["--device", "cuda"], "cannot be used here"),
     ],
@@ -312,10 +312,9 @@ def test_bad_input(arguments, message, tiny, trained, level_files, tmp_path):
     names = {k: tmp_path / v for k, v in (names | {"TRUNCATED_PT": "truncated.pt"}).items()}
     names |= {"EVAL": level_files / "eval.npy", "CHECKPOINT": trained / "last.pt", "RUN": trained}
     given = [str(names.get(a, a)) for a in arguments]
-    base = [] if arguments[0] in ("--resume", "--evaluate") else [*tiny, "--total-timesteps", 400]
-    result = run_script(*base, *given, "--runs-dir", tmp_path / "runs", check=False)
-    if arguments[0] == "--resume" and message == "is finished":  # --runs-dir differs there, so leave it away
-        result = run_script(*given, check=False)
+    new_run = [*tiny, "--total-timesteps", 400, "--runs-dir", tmp_path / "runs"]
+    base = [] if arguments[0] in ("--resume", "--evaluate") else new_run
+    result = run_script(*base, *given, check=False, cwd=tmp_path)
     assert result.returncode == 2, result.stderr
     assert message in result.stderr and "Traceback" not in result.stderr
     assert not (tmp_path / "runs").exists()
