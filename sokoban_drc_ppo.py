@@ -11,11 +11,9 @@ Its state is carried from step to step and feeds back to the first level, so tha
 Sections: Args, Levels, Environment, Model, Evaluation, Records, Setup, Loop.
 """
 
-import csv
 import ctypes
 import functools
 import hashlib
-import importlib.util
 import io
 import itertools
 import json
@@ -26,11 +24,11 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 import zipfile
 from collections import defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Literal, Optional
@@ -46,11 +44,6 @@ from scipy.stats import binomtest
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
 
 
 # ======================================================================================================================
@@ -68,8 +61,6 @@ class Args:
     """checkpoint to evaluate, without training"""
     track: bool = False
     """also log to Weights & Biases (needs `pip install wandb`)"""
-
-    # Machine
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto takes a GPU where there is one"""
     torch_threads: int = 0
@@ -106,6 +97,8 @@ class Args:
     """parallel environments"""
     num_steps: int = 20
     """steps of a rollout, and of back-propagation through time"""
+    max_episode_steps: int = 120
+    """steps after which a training episode is cut; evaluation episodes always have 120"""
     gamma: float = 0.97
     """discount"""
     gae_lambda: float = 0.8
@@ -114,8 +107,6 @@ class Args:
     """minibatches an epoch; each holds whole sequences of num_envs / num_minibatches environments"""
     update_epochs: int = 1
     """passes over a rollout; 1, with 1 minibatch, is the paper's advantage actor-critic"""
-    norm_adv: bool = False
-    """normalise advantages in each minibatch"""
     clip_coef: float = 0.2
     """PPO's clipping range"""
     ent_coef: float = 0.01
@@ -127,7 +118,7 @@ class Args:
     max_grad_norm: float = 1.0
     """clip of the gradient's global norm"""
     bootstrap_time_limit: bool = False
-    """add the last observation's value where the 120-step limit cuts an episode (the paper takes it as an end)"""
+    """add the last observation's value where the step limit cuts an episode (the paper takes it as an end)"""
 
     # Evaluation and records
     eval_every: int = 500_000
@@ -143,18 +134,15 @@ class Args:
     log_every: int = 10
     """iterations between records"""
 
-    # Computed
     batch_size: int = field(init=False, default=0)
-    """num_envs x num_steps"""
     num_iterations: int = field(init=False, default=0)
-    """total_timesteps / batch_size"""
 
 
 MODEL_ARGS = ("layers", "experts", "width")
-RESUMABLE_ARGS = ("total_timesteps", "eval_every", "checkpoint_every", "log_every", "device", "torch_threads", "resume")
-NOT_FROM_CHECKPOINT = ("resume", "device", "torch_threads", "thinking_steps", "eval_sample", "capture_video", "track")
-LEAST = dict.fromkeys(("layers", "experts", "width", "num_envs", "num_steps", "num_minibatches", "update_epochs"), 1)
-LEAST |= {"log_every": 1, "checkpoint_every": 1, "eval_every": 0, "thinking_steps": 0, "torch_threads": 0, "seed": 0}
+CHANGEABLE = ("total_timesteps", "eval_every", "checkpoint_every", "log_every", "device", "torch_threads", "resume")
+AT_LEAST = dict.fromkeys(("eval_every", "thinking_steps", "torch_threads", "seed"), 0) | dict.fromkeys(
+    MODEL_ARGS + ("num_envs", "num_steps", "max_episode_steps", "num_minibatches", "update_epochs")
+    + ("checkpoint_every", "log_every"), 1)  # fmt: skip
 
 
 def fail(message):
@@ -164,40 +152,30 @@ def fail(message):
 
 
 def parse_args(argv=None):
-    """Read and check the command line. With --resume or --evaluate the saved run's values are the defaults."""
+    """Read and check the command line; with --resume or --evaluate the saved run's settings are the defaults."""
     args = tyro.cli(Args, args=argv)
     if args.resume and args.evaluate:
         fail("--resume and --evaluate exclude each other")
     if args.resume or args.evaluate:
-        if args.evaluate:
-            saved, fixed = load_checkpoint(args.evaluate)["args"], MODEL_ARGS
-            saved = {k: v for k, v in saved.items() if k not in NOT_FROM_CHECKPOINT}
-        else:
-            path = Path(args.resume) / "args.json"
-            try:
-                saved = json.loads(path.read_text())["args"]
-            except (OSError, ValueError, KeyError, TypeError) as e:
-                fail(f"--resume {args.resume}: no run folder, or its args.json is damaged ({e})")
-            fixed = [f.name for f in fields(Args) if f.name not in RESUMABLE_ARGS]
-        saved = {f.name: saved[f.name] for f in fields(Args) if f.init and f.name in saved}
+        path = args.evaluate or Path(args.resume) / "args.json"
+        try:
+            saved = load_checkpoint(path)["args"] if args.evaluate else json.loads(path.read_text())["args"]
+            used = MODEL_ARGS + ("eval_levels", "seed", "amp") if args.evaluate else [f.name for f in fields(Args)]
+            saved = {f.name: saved[f.name] for f in fields(Args) if f.init and f.name in used}
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            fail(f"{path} is missing or damaged ({type(e).__name__}: {e})")
         args = tyro.cli(Args, args=argv, default=Args(**saved))
-        for name in fixed:
-            if name in saved and getattr(args, name) != saved[name]:
+        for name in MODEL_ARGS if args.evaluate else saved.keys() - set(CHANGEABLE):
+            if getattr(args, name) != saved[name]:
                 flag = "--" + name.replace("_", "-")
                 fail(f"{flag} {getattr(args, name)} differs from the saved run's {saved[name]}; omit {flag}")
-    for name, least in LEAST.items():
+    for name, least in AT_LEAST.items():
         if getattr(args, name) < least:
             fail(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(args, name)}")
     if args.num_envs % args.num_minibatches:
         fail(f"--num-envs {args.num_envs} is not divisible by --num-minibatches {args.num_minibatches}")
     args.batch_size = args.num_envs * args.num_steps
     args.num_iterations = args.total_timesteps // args.batch_size
-    if args.track and importlib.util.find_spec("wandb") is None:
-        fail("--track needs Weights & Biases: pip install wandb")
-    try:
-        CACHE.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        fail(f"the folder for levels cannot be made ({e}); name another one in the variable BOXOBAN_CACHE")
     if args.num_iterations < 1 and not args.evaluate:
         fail(f"--total-timesteps {args.total_timesteps} is less than one rollout of {args.batch_size} steps")
     return args
@@ -225,6 +203,10 @@ def canonical_ids(levels):
     """Content hash that is the same for the 8 rotations and reflections of a level, (N, 10, 10, 2) -> (N,) uint64."""
     sides = levels, levels[:, ::-1]
     return np.min([level_ids(np.rot90(side, k, (1, 2))) for side in sides for k in range(4)], axis=0)
+
+
+def level_hash(levels):
+    return hashlib.sha256(levels.tobytes()).hexdigest()[:16]
 
 
 def parse_levels(text, name):
@@ -263,10 +245,10 @@ def read_levels(path):
     path = Path(path)
     if not path.exists():
         fail(f"levels {path}: no such file or folder, and not one of boxoban, boxoban-test, {', '.join(KINDS)}")
-    files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
-    if not files:
-        fail(f"{path}: no .txt file in this folder")
     if path.suffix != ".npy":
+        files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+        if not files:
+            fail(f"{path}: no .txt file in this folder")
         return np.concatenate([parse_levels(f.read_bytes(), f) for f in files])
     try:
         levels = np.load(path, allow_pickle=False)
@@ -293,27 +275,12 @@ def write_atomically(path, data):
 def boxoban_train(offline):
     """Text of the official unfiltered-train levels, from the cache or downloaded; None where it cannot be had."""
     cached = CACHE / "unfiltered-train.txt"
-    if cached.is_file():
-        text = cached.read_bytes()
-        if hashlib.sha256(text).hexdigest().startswith(TRAIN_SHA256):
-            return text
-        print(f"{cached} is damaged: not used")
+    if cached.is_file() and hashlib.sha256(text := cached.read_bytes()).hexdigest().startswith(TRAIN_SHA256):
+        return text
     if offline:
         return None
-    opened = [TimeoutError("no answer in 12 s")]
-
-    def connect():
-        try:
-            opened.insert(0, urllib.request.urlopen(TRAIN_URL, timeout=10))
-        except OSError as e:
-            opened.insert(0, e)
-
-    connection = threading.Thread(target=connect, daemon=True)  # a host name's look-up knows no time limit of its own
-    connection.start()
-    connection.join(12)
-    try:
-        if isinstance(response := opened[0], OSError):
-            raise response
+    try:  # in a thread, since the look-up of a host's name knows no time limit
+        response = ThreadPoolExecutor(1).submit(urllib.request.urlopen, TRAIN_URL, timeout=10).result(12)
         if not response.geturl().startswith("https://"):
             raise OSError(f"redirected to {response.geturl()}, which is not HTTPS")
         size, data = int(response.headers.get("Content-Length") or 0), io.BytesIO()
@@ -326,7 +293,7 @@ def boxoban_train(offline):
         if not hashlib.sha256(text).hexdigest().startswith(TRAIN_SHA256):
             raise ValueError("the download's sha256 is wrong")
     except Exception as e:  # a network, a server and an archive fail in many ways
-        print(f"download of {TRAIN_URL} failed: {e}")
+        print(f"download of {TRAIN_URL} failed: {e!r}")
         return None
     write_atomically(cached, text)
     return text
@@ -335,20 +302,17 @@ def boxoban_train(offline):
 # The generator plays backwards: boxes start on the targets and a player pulls them off, so the reverse is a solution.
 # Thousands of games at once: bit 8 * row + column of a uint64 is one of the 8 x 8 squares inside a level's border.
 LEFT, RIGHT = np.uint64(0x0101010101010101), np.uint64(0x8080808080808080)  # the outer columns
-NO_MOVE = 4  # the moves are 0 up, 1 right, 2 down, 3 left; the opposite of a move is move ^ 2
-SHIFT = [lambda b: b >> 8, lambda b: (b & ~RIGHT) << 1, lambda b: b << 8, lambda b: (b & ~LEFT) >> 1]  # by one move
-PAIRINGS = np.array(list(itertools.permutations(range(4))))
-CHUNK, LEG, LOOK = 5000, 14, 3  # games at once; longest walk between two pulls; pulls between looks at the state
-# boxes off their targets and pulls: from, to; least box-target distance; most moves: all, and before the first push
-KINDS = {
-    "generated": {"boxes": (4, 4), "pulls": (50, 50), "distance": 5, "max_moves": 119, "approach": LEG},
-    "medium-easy": {"boxes": (2, 3), "pulls": (30, 30), "distance": 9, "max_moves": 119, "approach": LEG},
-    "easy": {"boxes": (1, 2), "pulls": (2, 8), "distance": 2, "max_moves": 20, "approach": 1},
+SHIFT = [
+    lambda b: b >> 8,
+    lambda b: (b & ~RIGHT) << 1,
+    lambda b: b << 8,
+    lambda b: (b & ~LEFT) >> 1,
+]
+KINDS = {  # from, to: boxes off their targets; pushes (few are more likely); steps of the player to the first push
+    "generated": (4, 4, 12, 30, 8),
+    "medium-easy": (2, 3, 10, 30, 8),
+    "easy": (1, 2, 2, 8, 0),
 }
-
-
-def go(bits, moves):
-    return np.choose(moves, [shift(bits) for shift in SHIFT])
 
 
 def any_bit(rng, bits):
@@ -359,126 +323,70 @@ def any_bit(rng, bits):
     return lowest << by | lowest >> 64 - by
 
 
-def carve_rooms(rng, n, steps=37):
-    """The floor that random walks carve out of solid wall, each step a bar, an L or a block of 2 x 2."""
+def play_backwards(rng, boxes_from, boxes_to, pulls_from, pulls_to, walk, n=5000):
+    """n random rooms and backward games -> planes (m, 4) of floor, targets, boxes and player of those m that went well,
+    and their pushes (m, pulls_to, 2) uint8: bit number of the box (64: no push), move (0 up, 1 right, 2 down, 3 left).
+    """
+    # random walks carve the floor out of solid wall, each step a bar, an L or a block of 2 x 2
     at, move, floor = any_bit(rng, np.full(n, ~np.uint64(0))), rng.integers(4, size=n), np.zeros(n, np.uint64)
-    for _ in range(steps):
+    for _ in range(40):
         move = np.where(rng.random(n) < 0.35, rng.integers(4, size=n), move)
-        ahead = go(at, move)
+        ahead = np.choose(move, [shift(at) for shift in SHIFT])
         at = np.where(ahead, ahead, at)
         up, right, down, left = (shift(at) for shift in SHIFT)
         shapes = left | right, up | down, left | down, right | down, left | down | left << 8
         floor |= at | np.choose(rng.integers(5, size=n), shapes)
-    return floor
 
-
-def spread(start, free):
-    """The free squares within 0, 1, ..., LEG steps of the start."""
-    reach = [start]
-    for _ in range(LEG):
-        up, right, down, left = (shift(reach[-1]) for shift in SHIFT)
-        reach.append((reach[-1] | up | right | down | left) & free)
-    return reach
-
-
-def way_back(reach, square):
-    """A shortest walk from the square to the start of the reach: LEG rows of moves, NO_MOVE where it is nearer."""
-    moves = np.full((LEG, len(square)), NO_MOVE, np.uint8)
-    for row, nearer in zip(moves, reach[-2::-1]):
-        for move, shift in enumerate(SHIFT):
-            step = (square & nearer == 0) & (shift(square) & nearer != 0)
-            row[step], square = move, np.where(step, shift(square), square)
-    return moves
-
-
-def box_distance(boxes, targets):
-    """Sum of the Manhattan distances of the four boxes to their targets, paired in the best way."""
-    bits, squares = np.stack([boxes, targets]), np.zeros((4, 2, len(boxes)), np.int8)
-    for square in squares:
-        square[:] = np.bitwise_count((bits & -bits) - 1)  # the place of the lowest bit
-        bits &= bits - 1
-    (row, col), (to_row, to_col) = ((squares[:, i] >> 3, squares[:, i] & 7) for i in range(2))
-    apart = abs(row[:, None] - to_row) + abs(col[:, None] - to_col)
-    return sum(apart[i, PAIRINGS[:, i]] for i in range(4)).min(0)
-
-
-def as_levels(*planes):
-    """Levels of 10 x 10 squares from the bits of the floor, the targets, the boxes and the players."""
-    rows = np.stack(planes, 1).view(np.uint8).reshape(-1, 4, 8)
-    floor, targets, boxes, player = np.unpackbits(rows, 2, bitorder="little").reshape(-1, 4, 8, 8).swapaxes(0, 1)
-    levels = np.zeros((len(rows), 10, 10, 2), np.uint8)
-    levels[..., 0] = 1
-    levels[:, 1:9, 1:9] = np.stack([1 - floor + 2 * targets, 3 * player + 4 * boxes], -1)
-    return levels
-
-
-def play_backwards(rng, want_paths, boxes, pulls, distance, max_moves, approach):
-    """A chunk of random backward games: the best state of each that had a good one, and if wanted its solution."""
-    floor = carve_rooms(rng, CHUNK)
-    spots = floor & np.bitwise_or.reduce([shift(floor & shift(floor)) for shift in SHIFT])  # where boxes can be pulled
-    usable = (np.bitwise_count(floor) >= 15) & (np.bitwise_count(spots) >= 4)
-    floor, spots, n = floor[usable], spots[usable], usable.sum()
-    up, right, down, left = (shift(floor) for shift in SHIFT)
-    corners = floor & ~(up & down | left & right)  # a box cannot be pushed away from there: good to park it
-    parking = np.where(np.bitwise_count(corners) >= 4, corners, spots)
-    targets, first = np.zeros((2, n), np.uint64)  # first: where the boxes that will be moved start; the rest are parked
-    for moved in rng.integers(boxes[0], boxes[1] + 1, (2, n)).min(0) > np.arange(4)[:, None]:
-        spot = any_bit(rng, np.where(moved, spots, parking) & ~targets)
-        targets, first = targets | spot, first | spot * moved
-    start, parked, level = any_bit(rng, floor & ~targets), targets ^ first, np.arange(n)
-    player, moving, last_box, move = start, first, 0 * start, 0 * level
-    moves = pulled = restarted = 0 * level
-    budget = rng.integers(pulls[0], pulls[1] + 1, (3, n)).min(0)  # more short games than long ones
-    trail, ending = [], np.full((LEG, n), NO_MOVE)
-    best = np.full(n, distance - 1), first, start, restarted, restarted
-    for turn in range(pulls[1] + 1):
-        free = floor & ~(moving | parked)
-        reach = spread(player, free)
-        if turn % LOOK == 0 or turn == pulls[1]:
-            end = any_bit(rng, reach[approach] & ~targets)
-            length = moves + sum(end & layer == 0 for layer in reach)
-            score, off = box_distance(moving | parked, targets), np.bitwise_count(moving & ~targets)
-            better = (score > best[0]) & (off >= boxes[0]) & (off <= boxes[1]) & (length <= max_moves) & (end != 0)
-            best = [np.where(better, *pair) for pair in zip((score, moving | parked, end, restarted, turn), best)]
-            ending = np.where(better, way_back(reach, end), ending) if want_paths else None
-        # The boxes that can be pulled, by the player's move: the player can get to the square beside the box, and the
-        # one after it is free. As a rule the last pull goes on; else a box that is still on its target comes first.
-        pullable = np.stack([moving & SHIFT[m ^ 2](reach[-1]) & SHIFT[m ^ 2](SHIFT[m ^ 2](free)) for m in range(4)])
-        keep_on = (pullable[move, level] & last_box != 0) & (rng.random(n) < 0.8)
+    # four targets where a box can be pulled; the boxes on some of them will move, the others are parked
+    spots = floor & np.bitwise_or.reduce([shift(floor & shift(floor)) for shift in SHIFT])
+    targets, moving = np.zeros((2, n), np.uint64)
+    for moves in rng.integers(boxes_from, boxes_to + 1, (2, n)).min(0) > np.arange(4)[:, None]:
+        spot = any_bit(rng, spots & ~targets)
+        targets, moving = targets | spot, moving | spot * moves
+    parked, player = targets ^ moving, any_bit(rng, floor & ~targets)
+    box, budget, pushes = 0 * player, rng.integers(pulls_from, pulls_to + 1, (3, n)).min(0), []
+    for turn in range(pulls_to + 1):
+        free, reach = floor & ~(moving | parked), player
+        for _ in range(8 if turn < pulls_to else walk):
+            for shift in SHIFT:
+                reach = reach | free & shift(reach)
+        if turn == pulls_to:
+            break
+        # a box can be pulled by a move from the square beside it to the next one; one still on its target comes first
+        pullable = np.stack([moving & SHIFT[m ^ 2](reach) & SHIFT[m ^ 2](SHIFT[m ^ 2](free)) for m in range(4)])
+        again = np.choose(move, pullable) & box * (rng.random(n) < 0.8)  # as a rule the last pull goes on
         pullable = np.where((pullable & targets).any(0), pullable & targets, pullable)
-        move = np.where(keep_on, move, (rng.random((4, n), np.float32) * (pullable != 0)).argmax(0))
-        box = np.where(keep_on, last_box, any_bit(rng, pullable[move, level])) * (pulled < budget)  # 0: no pull
-        pull, last_box = box != 0, go(box, move)  # it comes to where the player stood
-        if want_paths:
-            walk = way_back(reach, np.where(pull, last_box, player))
-            trail.append(np.vstack([np.where(pull, move ^ 2, NO_MOVE), walk]))
-        stuck = ~pull & (pulled < budget)  # no box can be pulled any more: start again
-        moves = np.where(stuck, 0, moves + pull * (1 + sum(last_box & layer == 0 for layer in reach)))
-        pulled, restarted = np.where(stuck, 0, pulled + pull), np.where(stuck, turn + 1, restarted)
-        moving = np.where(stuck, first, moving ^ box ^ last_box)
-        player = np.where(stuck, start, np.where(pull, go(last_box, move), player))
-    good = np.flatnonzero(best[0] >= distance)
-    levels = as_levels(*(bits[good] for bits in (floor, targets, *best[1:3])))
-    if not want_paths:
-        return levels, []
-    restarted, turn, trail = best[3], best[4], np.array(trail)
-    paths = [
-        np.append(ending[:, i], trail[restarted[i] : turn[i], :, i][::-1])[:-LEG] for i in good
-    ]  # up to the last push
-    return levels, [path[path != NO_MOVE].astype(np.uint8) for path in paths]
+        move = np.where(again, move, (rng.random((4, n), np.float32) * (pullable != 0)).argmax(0))
+        pulled = np.where(again, again, any_bit(rng, np.choose(move, pullable))) * (turn < budget)
+        box = np.choose(move, [shift(pulled) for shift in SHIFT])
+        moving ^= pulled | box
+        player = np.where(pulled, np.choose(move, [shift(box) for shift in SHIFT]), player)
+        pushes.append((np.bitwise_count(box - 1), move ^ 2))
+    player, off = any_bit(rng, reach & ~targets), np.bitwise_count(moving & ~targets)
+    pushes = np.array(pushes[::-1], np.uint8).transpose(2, 0, 1)
+    good = (off >= boxes_from) & (off <= boxes_to) & (player != 0) & (np.bitwise_count(targets) == 4)
+    good &= (pushes[:, :, 0] < 64).sum(1) >= pulls_from
+    return np.stack([floor, targets, moving | parked, player], 1)[good], pushes[good]
 
 
-def generate_levels(kind, count, seed, exclude=(), want_paths=False):
-    """Distinct levels, (count, 10, 10, 2) uint8 with the fixed channel first, and if wanted the list of solutions."""
-    rng, seen, levels, paths = np.random.default_rng(seed), {int(key) for key in exclude}, [], []
-    for _ in range(20 + count // 100):
-        chunk, ways = play_backwards(rng, want_paths, **KINDS[kind])
+def generate_levels(kind, count, seed, exclude=()):
+    """Distinct levels, also when rotated or mirrored, without those of the canonical ids `exclude`.
+
+    -> levels (count, 10, 10, 2) and the pushes that solve them (count, pulls, 2), see `play_backwards`
+    """
+    rng, seen, levels, solutions = np.random.default_rng(seed), set(map(int, exclude)), [], []
+    while sum(map(len, levels)) < count:
+        planes, pushes = play_backwards(rng, *KINDS[kind])
+        rows = planes.view(np.uint8).reshape(-1, 4, 8)
+        floor, targets, boxes, player = np.unpackbits(rows, 2, bitorder="little").reshape(-1, 4, 8, 8).swapaxes(0, 1)
+        chunk = np.pad(
+            np.stack([1 - floor + 2 * targets, 3 * player + 4 * boxes], -1), ((0, 0), (1, 1), (1, 1), (0, 0))
+        )
+        chunk[:, [0, -1], :, 0] = chunk[:, :, [0, -1], 0] = 1
         new = [i for i, key in enumerate(canonical_ids(chunk).tolist()) if not (key in seen or seen.add(key))]
-        levels.extend(chunk[new])
-        paths.extend(ways[i] for i in new if want_paths)
-        if len(levels) >= count:
-            return np.array(levels[:count]), paths[:count]
-    raise RuntimeError(f"only {len(levels)} of {count} {kind} levels after {20 + count // 100} chunks of games")
+        levels.append(chunk[new])
+        solutions.append(pushes[new])
+    return np.concatenate(levels)[:count], np.concatenate(solutions)[:count]
 
 
 def load_levels(name, offline=False, exclude=None):
@@ -487,38 +395,28 @@ def load_levels(name, offline=False, exclude=None):
     With `exclude` (evaluation levels) those are left out; generated ones also where rotated or mirrored.
     """
     if name == "boxoban":
-        text = boxoban_train(offline)
-        if text is None:
+        if text := boxoban_train(offline):
+            levels = parse_levels(text, "Boxoban unfiltered-train")
+        else:
             print("!" * 100 + "\n!! Boxoban levels are not available: training on GENERATED levels instead.")
             print("!! Run once with network, or name a copy (--levels PATH).\n" + "!" * 100)
             name = "generated"
-        else:
-            levels = parse_levels(text, "Boxoban unfiltered-train")
     if name in KINDS:
-        held_out = exclude is None
-        seed = 2 * list(KINDS).index(name) + held_out  # fixed, whatever --seed is
-        taken = () if held_out else canonical_ids(exclude)
-        levels, _ = generate_levels(name, 1000 if held_out else 100_000, seed, taken)
+        seed = 2 * list(KINDS).index(name) + (exclude is None)  # fixed, whatever --seed is
+        held_out = () if exclude is None else canonical_ids(exclude)
+        levels, _ = generate_levels(name, 1000 if exclude is None else 100_000, seed, held_out)
     elif name == "boxoban-test":
         levels = np.load(EMBEDDED_TEST, allow_pickle=False)
     elif name != "boxoban":
         levels = read_levels(name)
     ids = level_ids(levels)
-    _, first = np.unique(ids, return_index=True)
-    keep = np.sort(first)
-    if exclude is not None:
-        keep = keep[~np.isin(ids[keep], level_ids(exclude))]
+    distinct = np.sort(np.unique(ids, return_index=True)[1])
+    keep = distinct if exclude is None else distinct[~np.isin(ids[distinct], level_ids(exclude))]
     if not len(keep):
         fail(f"--levels {name}: every level is also an evaluation level; none is left to train on")
-    print(
-        f"levels {name}: {len(keep)}, sha256 {level_hash(levels[keep])}; left out: {len(ids) - len(first)} duplicates, "
-        f"{len(first) - len(keep)} evaluation levels"
-    )
+    print(f"levels {name}: {len(keep)}, sha256 {level_hash(levels[keep])}; left out: "
+          f"{len(ids) - len(distinct)} duplicates, {len(distinct) - len(keep)} evaluation levels")  # fmt: skip
     return levels[keep], name
-
-
-def level_hash(levels):
-    return hashlib.sha256(levels.tobytes()).hexdigest()[:16]
 
 
 # ======================================================================================================================
@@ -529,46 +427,41 @@ class Sokoban:
 
     shards: level arrays, one a pool; env_seeds: as many lists of seeds, one seed an environment.
     A row that comes with done holds the last observation of its episode; the next call ignores the action and returns
-    the first one of a new episode. Checked at start: EnvPool serves these levels (with a wrong path it serves one toy
-    level for ever, without an error).
+    the first one of a new episode.
     """
 
-    def __init__(self, shards, env_seeds):
-        self.sizes = [len(s) for s in env_seeds]
-        self.pools = []
+    def __init__(self, shards, env_seeds, max_episode_steps=120):
+        self.pools, first = [], []
+        self.edges = np.cumsum([len(seeds) for seeds in env_seeds])[:-1]
         for levels, seeds in zip(shards, env_seeds):
             base = CACHE / "shards" / level_hash(levels)
             path = base / "jumanji" / "assets" / "boxoban" / "unfiltered-test.npy"  # the one name that EnvPool reads
             buffer = io.BytesIO()
             np.save(buffer, levels)
-            if not path.is_file() or path.read_bytes() != buffer.getvalue():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(path, buffer.getvalue())
-            pool = envpool.make(
-                "Sokoban-v0",
-                env_type="gymnasium",
-                num_envs=len(seeds),
-                num_threads=1,
-                env_seed=[int(s) for s in seeds],
-                base_path=str(base),
-            )
+            try:
+                if not path.is_file() or path.read_bytes() != buffer.getvalue():
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    write_atomically(path, buffer.getvalue())
+            except OSError as e:
+                fail(f"cannot write EnvPool's level file ({e}); name another folder in the variable BOXOBAN_CACHE")
+            options = {"num_envs": len(seeds), "num_threads": 1, "env_seed": [int(s) for s in seeds]}
+            options |= {"base_path": str(base), "max_episode_steps": max_episode_steps}
+            self.pools.append(envpool.make("Sokoban-v0", env_type="gymnasium", **options))
+            first.append(self.pools[-1].reset()[0]["grid"])
             known = {level.tobytes() for level in levels[..., ::-1]}
-            first = pool.reset()[0]["grid"]
-            if not all(grid.tobytes() in known for grid in first):
+            if not all(grid.tobytes() in known for grid in first[-1]):  # given a wrong path it serves one toy level
                 raise RuntimeError(f"EnvPool does not serve the levels of {path}")
-            self.pools.append(pool)
-            self.first = np.concatenate([self.first, first]) if self.pools[1:] else first
+        self.first = np.concatenate(first)
 
     def step(self, actions):
         """actions (N,) -> grid (N, 10, 10, 2) uint8, movable channel first; reward, done, timeout, solved (N,)"""
-        for pool, a in zip(self.pools, np.split(actions.astype(np.int32), np.cumsum(self.sizes)[:-1])):
+        for pool, a in zip(self.pools, np.split(actions.astype(np.int32), self.edges)):
             pool.send(a)
-        got = [pool.recv() for pool in self.pools]
-        grid = np.concatenate([obs["grid"] for obs, *_ in got])
-        reward, terminated, truncated = (np.concatenate([g[i] for g in got]) for i in (1, 2, 3))
-        solved = np.concatenate([info["solved"] for *_, info in got])
+        obs, *got, info = zip(*(pool.recv() for pool in self.pools))
+        reward, terminated, truncated = map(np.concatenate, got)
+        grid, solved = np.concatenate([o["grid"] for o in obs]), np.concatenate([i["solved"] for i in info])
         done = terminated | truncated
-        return grid, reward, done, done & ~solved, done & solved  # a level solved on step 120 is no timeout
+        return grid, reward, done, done & ~solved, done & solved  # a level solved on its last step is no timeout
 
 
 def training_shards(levels, num_envs, seed):
@@ -590,8 +483,7 @@ def opening_seeds(n):
     find out; `evaluate` checks the result.
     """
     levels = np.load(EMBEDDED_TEST, allow_pickle=False)[:n]
-    index = {level.tobytes(): k for k, level in enumerate(levels[..., ::-1])}
-    seeds = {}
+    index, seeds = {level.tobytes(): k for k, level in enumerate(levels[..., ::-1])}, {}
     for start in itertools.count(0, 200):
         for seed, grid in enumerate(Sokoban([levels], [range(start, start + 200)]).first, start):
             seeds.setdefault(index[grid.tobytes()], seed)
@@ -663,12 +555,18 @@ class ConvLSTM(nn.Module):
         self.conv_s = nn.Conv2d(width, experts * 4 * width, 3, padding=1, bias=False)
         self.conv_h = nn.Conv2d(experts * width, experts * 4 * width, 3, padding=1, bias=False, groups=experts)
         self.scale = nn.Parameter(torch.ones(experts, 4 * width, 1, 1))
-        self.fan_in = 9 * (inputs + 2 * width)
+        self.gates = LSTMGates.apply
+        for conv in (self.conv_x, self.conv_s, self.conv_h):  # LeCun normal
+            nn.init.normal_(conv.weight, std=(9 * (inputs + 2 * width)) ** -0.5)
+        nn.init.zeros_(self.conv_x.bias)
 
-    def read(self, planes, table):
-        """conv_x of the encoding planes @ table (see Agent.encode)."""
-        weight = torch.einsum("oihw,pi->ophw", self.conv_x.weight, table)
-        return F.conv2d(planes, weight, self.conv_x.bias, padding=1)
+    def forward(self, u, s, h, c):
+        """u = conv_x(x) (B, E, 4d, 10, 10); s (B, d, 10, 10); h (B, E d, 10, 10); c (B, E, d, 10, 10) -> h, c like c"""
+        if h is s:  # with one expert: one convolution with the sum of the weights is exact and costs half
+            z = F.conv2d(s, self.conv_s.weight + self.conv_h.weight, padding=1)
+        else:
+            z = self.conv_s(s) + self.conv_h(h)
+        return self.gates(z.view(u.shape), u, c, self.scale)
 
 
 class Agent(nn.Module):
@@ -686,29 +584,21 @@ class Agent(nn.Module):
         self.dense = nn.Linear(2 * width, 2 * 256)
         self.actor = nn.Linear(256, 4)
         self.critic = nn.Linear(256, 1)
-        self.gates = LSTMGates.apply
-        for name, p in self.named_parameters():  # LeCun normal
-            if name.endswith("bias"):
-                nn.init.zeros_(p)
-            elif name.endswith("weight"):
-                nn.init.normal_(p, std=(self.cells[0].fan_in if "cells" in name else p.shape[1]) ** -0.5)
+        for layer in (self.attention, self.dense, self.actor, self.critic):
+            nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
 
     def initial_state(self, batch, device=None):
         """(batch, channels, 10, 10) of zeros."""
         return torch.zeros(batch, sum(self.state_channels), 10, 10, device=device)
 
     def encode(self, obs):
-        """obs (N, 10, 10, 2) uint8 -> planes (N, 16, 10, 10) and table (16, 32), whose product is the encoding.
-
-        The encoding x (32 channels, RMS over the board 1) is linear in one-hot planes, so the convolutions that read it
-        take the planes and fold the table into their weights. 6 planes are 0: oneDNN, torch's library for CPUs,
-        works in blocks of 16.
-        """
-        classes = torch.arange(8, dtype=torch.uint8, device=obs.device).view(8, 1, 1)
-        planes = (obs.permute(0, 3, 1, 2).unsqueeze(2) == classes).flatten(1, 2).to(self.norm.dtype)
-        table = torch.block_diag(*F.pad(self.embedding, (0, 0, 0, 3)))
-        mean_square = planes.sum((2, 3)) @ table.square().sum(1) / (32 * 100)
-        return planes * torch.rsqrt(mean_square + EPS).view(-1, 1, 1, 1), table
+        """obs (N, 10, 10, 2) uint8 -> (N, 32, 10, 10): one embedding a channel, RMS norm over the board."""
+        classes = torch.arange(5, dtype=torch.uint8, device=obs.device).view(5, 1)
+        one_hot = (obs.view(-1, 1, 100, 2).permute(0, 3, 1, 2) == classes).to(self.embedding.dtype)  # (N, 2, 5, 100)
+        x = (self.embedding.transpose(1, 2) @ one_hot).view(-1, 32, 10, 10)
+        return x * torch.rsqrt(x.square().mean((1, 2, 3), keepdim=True) + EPS)
 
     def core(self, obs, first, state):
         """The recurrence, for a rollout (T = 1) and for training (T = n) alike.
@@ -718,26 +608,20 @@ class Agent(nn.Module):
         """
         T, B = first.shape
         E, d = self.experts, self.width
-        planes, table = self.encode(obs.flatten(0, 1))
-        u = [cell.read(planes, table).view(T, B, E, 4 * d, 10, 10).unbind(0) for cell in self.cells]
-        # with one expert h is s: one convolution with the sum of the weights is exact and costs half
-        weights = [cell.conv_s.weight + cell.conv_h.weight if E == 1 else cell.conv_s.weight for cell in self.cells]
+        x = self.encode(obs.flatten(0, 1))
+        u = [cell.conv_x(x).view(T, B, E, 4 * d, 10, 10).unbind(0) for cell in self.cells]
         s, *c = state.split(self.state_channels, 1)
-        h = c.pop() if E > 1 else None
+        h = c.pop() if E > 1 else s  # one expert's h is s
         c = [c_l.view(B, E, d, 10, 10) for c_l in c]
         outputs = []
         for t in range(T):
             keep = (1 - first[t]).view(B, 1, 1, 1)
-            s = s * keep
-            h = h * keep if E > 1 else None
-            c = [c_l * keep.unsqueeze(4) for c_l in c]
+            s, c = s * keep, [c_l * keep.unsqueeze(4) for c_l in c]
+            h = h * keep if E > 1 else s
             for l, cell in enumerate(self.cells):
-                z = F.conv2d(s, weights[l], padding=1)
-                if E > 1:
-                    z = z + cell.conv_h(h)
-                h_l, c[l] = self.gates(z.view(B, E, 4 * d, 10, 10), u[l][t], c[l], cell.scale)
+                h_l, c[l] = cell(u[l][t], s, h, c[l])
                 h = h_l.flatten(1, 2)
-                s = h if E == 1 else h_l.sum(1) * E**-0.5  # variance-normalising sum
+                s = h_l.sum(1) * E**-0.5 if E > 1 else h  # variance-normalising sum
             outputs.append(s)
         state = torch.cat([s] + [c_l.flatten(1, 2) for c_l in c] + ([h] if E > 1 else []), 1)
         return torch.stack(outputs), state
@@ -777,84 +661,64 @@ def ppo_loss(agent, mb, args):
     """Loss of a minibatch of whole sequences, each entry of mb (T, B, ...) but for state (B, ...); rows that are no
     steps are left out of every mean. -> loss, dict of scalars"""
     logits, newvalue, _ = agent(mb["obs"], mb["firsts"], mb["state"])
-    logp = logits.log_softmax(-1)
-    newlogprob = logp.gather(-1, mb["actions"].unsqueeze(-1)).squeeze(-1)
-    valid = 1 - mb["dones"]
-    logratio = (newlogprob - mb["logprobs"]) * valid
+    logp, valid = logits.log_softmax(-1), 1 - mb["dones"]
+    logratio = (logp.gather(-1, mb["actions"].unsqueeze(-1)).squeeze(-1) - mb["logprobs"]) * valid
     ratio = logratio.exp()
-    advantages = mb["advantages"]
-    if args.norm_adv:
-        centred = advantages - masked_mean(advantages, valid)
-        advantages = centred / (masked_mean(centred.square(), valid).sqrt() + 1e-8)
-    pg_loss1 = -advantages * ratio
-    pg_loss2 = -advantages * ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-    pg_loss = masked_mean(torch.max(pg_loss1, pg_loss2), valid)
+    clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    pg_loss = masked_mean(torch.max(-mb["advantages"] * ratio, -mb["advantages"] * clipped), valid)
     v_loss = 0.5 * masked_mean((newvalue - mb["returns"]).square(), valid)
     entropy = masked_mean(-(logp.exp() * logp).sum(-1), valid)
     logit_loss = masked_mean(logits.square().sum(-1), valid)
     loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss + args.logit_coef * logit_loss
-    with torch.no_grad():
-        scalars = {
-            "policy_loss": pg_loss,
-            "value_loss": v_loss,
-            "entropy": entropy,
-            "squared_logits": logit_loss,
-            "approx_kl": masked_mean((ratio - 1) - logratio, valid),
-            "clipfrac": masked_mean(((ratio - 1).abs() > args.clip_coef).float(), valid),
-        }
-    return loss, scalars
+    scalars = {"policy_loss": pg_loss, "value_loss": v_loss, "entropy": entropy, "squared_logits": logit_loss}
+    scalars["approx_kl"] = masked_mean((ratio - 1) - logratio, valid)
+    scalars["clipfrac"] = masked_mean(((ratio - 1).abs() > args.clip_coef).float(), valid)
+    return loss, {k: v.detach() for k, v in scalars.items()}
 
 
 # ======================================================================================================================
 # Evaluation
 # ======================================================================================================================
 @torch.no_grad()
-def evaluate(agent, levels, device, sample=False, thinking_steps=0, seed=0, film=0, stopped=lambda: False):
+def evaluate(agent, levels, device, sample=False, thinking_steps=0, seed=0, stopped=lambda: False):
     """Play each level once, 120 steps at most, without touching the training's random state.
 
-    levels (N, 10, 10, 2), all different -> dict of solved, returns, lengths (N,) and frames, a list of grids
-    (film, 10, 10, 2); None where `stopped` answers True.
+    levels (N, 10, 10, 2), all different -> dict of solved, returns, lengths (N,) and frames, the grids (4, 10, 10, 2)
+    of the first levels after every step; None where `stopped` answers True.
     """
-    generator = torch.Generator(device=device).manual_seed(seed)
-    results, frames = [], []
+    generator, results, frames = torch.Generator(device=device).manual_seed(seed), [], []
     for batch in np.split(levels, range(1000, len(levels), 1000)):
         shards = np.split(batch, range(100, len(batch), 100))
         envs = Sokoban(shards, [opening_seeds(len(s)) for s in shards])
-        grid = envs.first
+        grid, n = envs.first, len(batch)
         if not (grid == batch[..., ::-1]).all():
             raise RuntimeError("EnvPool does not open with the wanted levels; is this envpool 1.2.5?")
-        solved, returns, lengths = np.zeros(len(batch), bool), np.zeros(len(batch)), np.zeros(len(batch), int)
-        state = agent.initial_state(len(batch), device)
-        first = torch.ones(1, len(batch), device=device)
-        alive = np.arange(len(batch))  # finished episodes leave the batch
-        thinking = thinking_steps
-        filmed_rows = np.arange(min(film, len(batch)) if not results else 0)
-        filmed = np.ones(len(filmed_rows), bool)
-        while len(alive):
+        solved, returns, lengths = np.zeros(n, bool), np.zeros(n), np.zeros(n, int)
+        state, first, alive = agent.initial_state(n, device), torch.ones(1, n, device=device), np.arange(n)
+        film = [grid[:4].copy()]
+        for thinking in itertools.count(-thinking_steps):
             if stopped():
                 return None
             logits, _, state = agent(torch.from_numpy(grid[alive]).to(device).unsqueeze(0), first, state)
-            first = torch.zeros(1, len(alive), device=device)
-            if thinking:
-                thinking -= 1
+            first = torch.zeros_like(first)
+            if thinking < 0:  # the same observation again
                 continue
-            if filmed.any():
-                frames.append(grid[filmed_rows] if not frames else np.where(filmed, grid[filmed_rows], frames[-1]))
-            probs = logits[0].softmax(-1)
-            choice = torch.multinomial(probs, 1, generator=generator).squeeze(1) if sample else probs.argmax(-1)
-            actions = np.zeros(len(batch), np.int32)
+            probs, actions = logits[0].softmax(-1), np.zeros(n, int)
+            choice = torch.multinomial(probs, 1, generator=generator)[:, 0] if sample else probs.argmax(-1)
             actions[alive] = choice.cpu().numpy()
             grid, reward, done, _, success = envs.step(actions)
             returns[alive] += reward[alive]
             lengths[alive] += 1
             solved[alive] = success[alive]
-            filmed = np.isin(filmed_rows, alive).reshape(-1, 1, 1, 1)
-            running = ~done[alive]
+            film.append(film[-1].copy())
+            film[-1][alive[alive < 4]] = grid[alive[alive < 4]]
+            running = ~done[alive]  # finished episodes leave the batch
             alive, state, first = alive[running], state[torch.from_numpy(running)], first[:, : running.sum()]
-        if filmed.any():
-            frames.append(np.where(filmed, grid[filmed_rows], frames[-1]))
+            if not len(alive):
+                break
+        frames = frames or film
         results.append((solved, returns, lengths))
-    solved, returns, lengths = (np.concatenate(r) for r in zip(*results))
+    solved, returns, lengths = map(np.concatenate, zip(*results))
     return {"solved": solved, "returns": returns, "lengths": lengths, "frames": frames}
 
 
@@ -872,18 +736,16 @@ def summarise(result):
 
 def write_gif(path, frames):
     """frames: list of grids (K, 10, 10, 2), movable channel first -> K boards side by side, 16 pixels a square."""
-    floor, wall, target, agent, box, placed = (
-        (222, 214, 196), (84, 84, 92), (232, 150, 140), (58, 110, 200), (176, 120, 60), (80, 160, 80))  # fmt: skip
-    colours = np.zeros((5, 3, 3), np.uint8)
-    colours[0], colours[3], colours[4] = (floor, wall, target), (agent, wall, agent), (box, wall, placed)
+    colours, wall = np.zeros((5, 3, 3), np.uint8), (84, 84, 92)
+    colours[0] = (222, 214, 196), wall, (232, 150, 140)  # nothing on floor, wall, target
+    colours[3], colours[4] = (58, 110, 200), ((176, 120, 60), wall, (80, 160, 80))  # the agent; a box
     images = []
     for grids in frames:
-        pixels = colours[grids[..., 0], grids[..., 1]]  # (K, 10, 10, 3)
-        pixels = np.concatenate(list(pixels), 1).repeat(16, 0).repeat(16, 1)
+        pixels = np.concatenate(colours[grids[..., 0], grids[..., 1]], 1).repeat(16, 0).repeat(16, 1)
         pixels[::16] = pixels[:, ::16] = wall
         images.append(Image.fromarray(pixels).quantize(16))
     durations = [1000] + [150] * (len(images) - 2) + [2000]
-    images[0].save(path, save_all=True, append_images=images[1:], duration=durations[: len(images)], loop=0)
+    images[0].save(path, save_all=True, append_images=images[1:], duration=durations, loop=0)
     print(f"wrote {path}")
 
 
@@ -891,22 +753,20 @@ def write_gif(path, frames):
 # Records
 # ======================================================================================================================
 class Records:
-    """Scalars to TensorBoard and metrics.csv. A resume at `step` drops all that came later."""
+    """Scalars to TensorBoard and metrics.csv. What an earlier start of the run wrote after `step` is dropped."""
 
-    def __init__(self, run_dir, step=None):
-        self.writer = SummaryWriter(run_dir, purge_step=None if step is None else step + 1)
-        path, rows = Path(run_dir) / "metrics.csv", []
-        if step is not None and path.is_file():
-            with open(path, newline="") as f:
-                rows = [r for r in csv.reader(f) if len(r) == 3 and r[0].isdigit() and int(r[0]) <= step]
-        text = io.StringIO(newline="")
-        csv.writer(text).writerows([["step", "name", "value"], *rows])
-        write_atomically(path, text.getvalue().encode())
-        self.file = open(path, "a", newline="")
+    def __init__(self, run_dir, step):
+        self.writer = SummaryWriter(run_dir, purge_step=step + 1)
+        path = run_dir / "metrics.csv"
+        lines = path.read_text().splitlines() if path.is_file() else []
+        kept = [line for line in lines if line.count(",") == 2 and line.split(",")[0].isdigit()]
+        kept = ["step,name,value"] + [line for line in kept if int(line.split(",")[0]) <= step]
+        write_atomically(path, "".join(line + "\n" for line in kept).encode())
+        self.file = open(path, "a")
 
     def write(self, step, scalars):
         try:
-            csv.writer(self.file).writerows([step, name, float(value)] for name, value in scalars.items())
+            self.file.writelines(f"{step},{name},{float(value)}\n" for name, value in scalars.items())
             self.file.flush()
             for name, value in scalars.items():
                 self.writer.add_scalar(name, float(value), step)
@@ -942,8 +802,11 @@ def peak_memory(device):
     """Peak bytes of the process, on a GPU of the tensors there; 0 where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if resource else 0
-    return peak if sys.platform == "darwin" else peak * 1024
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 if __name__ == "__main__":
@@ -961,17 +824,19 @@ if __name__ == "__main__":
         device = torch.empty(0, device=gpu if args.device == "auto" else args.device).device
     except (RuntimeError, AssertionError) as e:
         fail(f"--device {args.device} cannot be used here ({str(e).splitlines()[0]})")
-    device_rng = getattr(torch, device.type) if device.type != "cpu" else None  # torch.cuda or torch.mps
+    device_rng = getattr(torch, device.type) if device.type != "cpu" else torch  # torch, torch.cuda or torch.mps
     torch.manual_seed(args.seed)
     autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=args.amp)
 
     agent = Agent(args.layers, args.experts, args.width).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-6)
+    state = agent.initial_state(args.num_envs, device)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         board = torch.zeros(1, args.num_envs, 10, 10, 2, dtype=torch.uint8, device=device)
-        agent(board, torch.ones(board.shape[:2], device=device), agent.initial_state(args.num_envs, device))
+        agent(board, torch.ones(board.shape[:2], device=device), state)
     if args.compile:
-        agent.gates = torch.compile(lstm_gates)
+        for cell in agent.cells:
+            cell.gates = torch.compile(lstm_gates)
     model_facts = {
         "parameters": sum(p.numel() for p in agent.parameters()),
         "W": args.layers * args.experts * args.width * (32 + 2 * args.width),  # the paper's proxy of work
@@ -980,7 +845,7 @@ if __name__ == "__main__":
     print(f"agent L={args.layers} E={args.experts} d={args.width}: {model_facts}")
     print(f"{device}, {torch.get_num_threads()} torch threads")
 
-    iteration, global_step, best, elapsed = 0, 0, -1.0, 0.0
+    counters = {"iteration": 0, "global_step": 0, "best": -1.0, "elapsed": 0.0}
     episodes = deque(maxlen=400)  # [return, length, solved] of the last episodes
     if path := args.evaluate or args.resume and Path(args.resume) / "last.pt":
         checkpoint = load_checkpoint(path)
@@ -988,40 +853,43 @@ if __name__ == "__main__":
             agent.load_state_dict(checkpoint["agent"])
         except RuntimeError as e:
             fail(f"{path} holds an agent of another shape: {str(e).splitlines()[1].strip()}")
-        iteration, global_step, best, elapsed = (checkpoint[k] for k in ("iteration", "global_step", "best", "elapsed"))
+        counters = {name: checkpoint[name] for name in counters}
         episodes.extend(checkpoint["episodes"])
+    iteration, global_step, best, elapsed = counters.values()
     if args.resume and checkpoint["finished"] and iteration >= args.num_iterations:
         fail(f"{args.resume} is finished; raise --total-timesteps, or use --evaluate {path}")
 
     eval_levels, args.eval_levels = load_levels(args.eval_levels, args.offline)
-    play = functools.partial(
-        evaluate, agent, device=device, sample=args.eval_sample, thinking_steps=args.thinking_steps, seed=args.seed
-    )
-    film = 4 if args.capture_video else 0
-    if args.evaluate:
+
+    def play(levels, stopped=lambda: False):
         with autocast():
-            result = play(eval_levels, film=film)
+            return evaluate(agent, levels, device, args.eval_sample, args.thinking_steps, args.seed, stopped)
+
+    if args.evaluate:
+        result = play(eval_levels)
         summarise(result)
-        if film:
+        if args.capture_video:
             write_gif(Path(args.evaluate).with_suffix(".gif"), result["frames"])
         sys.exit()
 
     levels, args.levels = load_levels(args.levels, args.offline, exclude=eval_levels)
-    levels_sha256 = level_hash(levels)
+    facts = {"name": args.levels, "count": len(levels), "sha256": level_hash(levels)}
+    if args.track:
+        try:
+            import wandb
+        except ImportError:
+            fail("--track needs Weights & Biases: pip install wandb")
     if args.resume:
         run_dir = Path(args.resume)
-        if checkpoint["levels_sha256"] != levels_sha256:
-            fail(f"{run_dir} was trained on {checkpoint['levels']} levels, which are not those available now")
+        if checkpoint["levels"] != facts:
+            fail(f"{run_dir} was trained on {checkpoint['levels']}, and the levels available now are {facts}")
         optimizer.load_state_dict(checkpoint["optimizer"])
-        about = json.loads((run_dir / "args.json").read_text()) | {"args": asdict(args)}  # lengths may be new
         print(f"going on at step {global_step:,}; new episodes begin, from zero state: EnvPool cannot be saved")
     else:
-        shape = f"L{args.layers}E{args.experts}d{args.width}"
-        run_name = (
-            f"{Path(__file__).stem}__{Path(args.levels).name}__{shape}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        )
+        name = f"L{args.layers}E{args.experts}d{args.width}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        name = f"{Path(__file__).stem}__{Path(args.levels).name}__{name}"
         for i in itertools.count(1):  # two runs that start in the same second get two folders
-            run_dir = Path(args.runs_dir) / (run_name + (f"-{i}" if i > 1 else ""))
+            run_dir = Path(args.runs_dir) / (name + (f"-{i}" if i > 1 else ""))
             try:
                 run_dir.mkdir(parents=True)
                 break
@@ -1029,31 +897,28 @@ if __name__ == "__main__":
                 continue
             except OSError as e:
                 fail(f"--runs-dir {args.runs_dir} cannot be written to ({e})")
-        status, commit = subprocess.getstatusoutput(f'git -C "{Path(__file__).parent}" rev-parse HEAD')
-        about = {
-            "args": asdict(args),
-            "levels": {"name": args.levels, "count": len(levels), "sha256": levels_sha256},
-            "eval_levels": {"name": args.eval_levels, "count": len(eval_levels), "sha256": level_hash(eval_levels)},
-            "model": model_facts,
-            "versions": {m.__name__: m.__version__ for m in (torch, envpool, np)} | {"python": sys.version.split()[0]},
-            "git_commit": None if status else commit,
-            "machine": f"{platform.platform()}, {device}, {torch.get_num_threads()} torch threads",
-        }
+    status, commit = subprocess.getstatusoutput(f'git -C "{Path(__file__).parent}" rev-parse HEAD')
+    about = {
+        "args": asdict(args),
+        "levels": facts,
+        "eval_levels": {"name": args.eval_levels, "count": len(eval_levels), "sha256": level_hash(eval_levels)},
+        "model": model_facts,
+        "versions": {m.__name__: m.__version__ for m in (torch, envpool, np)} | {"python": sys.version.split()[0]},
+        "git_commit": None if status else commit,
+        "machine": f"{platform.platform()}, {device}, {torch.get_num_threads()} torch threads",
+    }
     write_atomically(run_dir / "args.json", (json.dumps(about, indent=1) + "\n").encode())
     if args.track:
-        import wandb
-
-        facts = {"project": "temporal-recurrence", "id": run_dir.name, "config": asdict(args)}
-        wandb.init(**facts, resume="allow", sync_tensorboard=True)
-    records = Records(run_dir, global_step if args.resume else None)
-
+        wandb.init(
+            project="temporal-recurrence", id=run_dir.name, config=asdict(args), resume="allow", sync_tensorboard=True
+        )
+    records = Records(run_dir, global_step)
     # other seeds after a resume: the same ones would bring the same levels again
-    envs = Sokoban(*training_shards(levels, args.num_envs, [args.seed, iteration]))
+    envs = Sokoban(*training_shards(levels, args.num_envs, [args.seed, iteration]), args.max_episode_steps)
     print(f"EnvPool serves {args.levels} in {len(envs.pools)} pools: first observations checked")
     if args.resume:  # last, since what came before may have drawn random numbers
         torch.set_rng_state(checkpoint["rng"][0])
-        if device_rng and len(checkpoint["rng"]) > 1:
-            device_rng.set_rng_state(checkpoint["rng"][1])
+        device_rng.set_rng_state(checkpoint["rng"][1])
 
     def save(name, finished=False):
         checkpoint = {
@@ -1066,9 +931,8 @@ if __name__ == "__main__":
             "best": best,
             "elapsed": elapsed + time.time() - start_time,
             "episodes": list(episodes),
-            "rng": [torch.get_rng_state()] + ([device_rng.get_rng_state()] if device_rng else []),
-            "levels": args.levels,
-            "levels_sha256": levels_sha256,
+            "rng": [torch.get_rng_state(), device_rng.get_rng_state()],
+            "levels": facts,
             "finished": finished,
         }
         save_checkpoint(run_dir / name, checkpoint)
@@ -1094,14 +958,17 @@ if __name__ == "__main__":
     next_obs = torch.from_numpy(envs.first).to(device)
     next_done = next_timeout = torch.zeros(N, device=device)
     next_first = torch.ones(N, device=device)  # next_obs opens an episode
-    next_state = agent.initial_state(N, device)
+    next_state = state
     episode_return, episode_length, was_done = np.zeros(N), np.zeros(N, int), np.zeros(N, bool)
+    done_rows, quiet = iteration * args.batch_size, not sys.stderr.isatty()
     bar = tqdm(
-        total=args.total_timesteps,
-        initial=iteration * args.batch_size,
+        None,
+        "",
+        args.total_timesteps,
+        initial=done_rows,
         unit="step",
         unit_scale=True,
-        mininterval=0.5 if sys.stderr.isatty() else 30,
+        mininterval=30 if quiet else 0.5,
     )
     timers, sums, updates = defaultdict(float), defaultdict(float), 0
     start_time = logged_time = time.time()
@@ -1131,8 +998,7 @@ if __name__ == "__main__":
             timers["environment"] += time.perf_counter() - clock
             rewards[step] = torch.from_numpy(reward).to(device)
             next_obs = torch.from_numpy(grid).to(device)
-            next_done = torch.from_numpy(done).to(device, torch.float32)
-            next_timeout = torch.from_numpy(timeout).to(device, torch.float32)
+            next_done, next_timeout = (torch.from_numpy(x).to(device, torch.float32) for x in (done, timeout))
             episode_return += reward
             episode_length += ~was_done
             global_step += int(N - was_done.sum())
@@ -1145,8 +1011,7 @@ if __name__ == "__main__":
         with torch.no_grad(), autocast():
             values[T] = agent(next_obs.unsqueeze(0), next_first.unsqueeze(0), next_state)[1][0]
         dones[T], timeouts[T] = next_done, next_timeout
-        counted = timeouts if args.bootstrap_time_limit else torch.zeros_like(timeouts)
-        advantages = gae(rewards, values, dones, counted, args.gamma, args.gae_lambda)
+        advantages = gae(rewards, values, dones, timeouts * args.bootstrap_time_limit, args.gamma, args.gae_lambda)
         returns = advantages + values[:T]
         batch = {"obs": obs, "firsts": firsts, "dones": dones[:T], "actions": actions, "logprobs": logprobs}
         batch |= {"advantages": advantages, "returns": returns}
@@ -1165,7 +1030,7 @@ if __name__ == "__main__":
                 optimizer.step()
                 updates += 1
                 for k, v in scalars.items():
-                    sums[k] += v.detach()
+                    sums[k] += v
         if device.type == "cuda":
             torch.cuda.synchronize()  # so that the timers tell the truth
         timers["update"] += time.perf_counter() - clock
@@ -1176,30 +1041,29 @@ if __name__ == "__main__":
         if args.eval_every and not last and global_step // args.eval_every > evaluated:
             evaluated = global_step // args.eval_every
             clock = time.perf_counter()
-            with autocast():
-                result = play(eval_levels[:256], stopped=lambda: signals)
+            result = play(eval_levels[:256], lambda: signals)
             timers["evaluation"] += time.perf_counter() - clock
 
         # records
         stop = bool(signals)
         saving = global_step // args.checkpoint_every > saved or last or stop
         if result or saving or iteration % args.log_every == 0:
-            seconds, steps, valid = time.time() - logged_time, global_step - logged_step, 1 - dones[:T]
+            seconds, valid = time.time() - logged_time, 1 - dones[:T]
             variance = masked_mean((returns - masked_mean(returns, valid)).square(), valid)
-            scalars = {f"losses/{k}": float(v) / updates for k, v in sums.items()}
             unexplained = masked_mean((returns - values[:T]).square(), valid) / variance.clamp(min=1e-8)
+            scalars = {f"losses/{k}": float(v) / updates for k, v in sums.items()}
             scalars["losses/explained_variance"] = 1 - float(unexplained)
             if not all(map(math.isfinite, scalars.values())):
                 fail(f"a loss is not finite at step {global_step:,}: {scalars}; {run_dir}/last.pt is from before")
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
-            scalars["charts/SPS"] = steps / seconds
-            scalars["charts/env_SPS"] = steps / timers["environment"]
+            scalars["charts/SPS"] = (global_step - logged_step) / seconds
+            scalars["charts/env_SPS"] = (global_step - logged_step) / timers["environment"]
             scalars |= {f"stats/time_{k}": v / seconds for k, v in timers.items()}  # shares of the wall-clock time
             scalars["stats/peak_memory_MB"] = peak_memory(device) / 1e6
             if episodes:
-                names = ("charts/episodic_return", "charts/episodic_length", "charts/solve_rate")
-                scalars |= dict(zip(names, np.mean(episodes, 0)))
-                bar.set_postfix_str("return {:.2f}, length {:.0f}, solved {:.1%}".format(*np.mean(episodes, 0)), False)
+                means = np.mean(episodes, 0)
+                scalars |= dict(zip(("charts/episodic_return", "charts/episodic_length", "charts/solve_rate"), means))
+                bar.set_postfix_str("return {:.2f}, length {:.0f}, solved {:.1%}".format(*means), False)
             if result:
                 scalars |= summarise(result)
             records.write(global_step, scalars)
@@ -1216,16 +1080,13 @@ if __name__ == "__main__":
     bar.close()
 
     # the whole evaluation set, once
-    result = None
-    if not signals:
-        with autocast():
-            result = play(eval_levels, film=film, stopped=lambda: signals)
+    result = None if signals else play(eval_levels, lambda: signals)
     if not result:
         print(f"stopped by signal {signals[0]}; go on with: python {sys.argv[0]} --resume {run_dir}")
         sys.exit(128 + signals[0])
     scalars = summarise(result)
     records.write(global_step, scalars)
-    if film:
+    if args.capture_video:
         write_gif(run_dir / "evaluation.gif", result["frames"])
     if best < 0:  # there was no evaluation before
         best = scalars["eval/solve_rate"]

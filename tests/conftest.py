@@ -24,6 +24,28 @@ torch.set_num_threads(1)
 needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
 
 
+def moves_of(level, pushes):
+    """The moves of a generated level's solution: the player's shortest walks (breadth first) between its pushes."""
+    steps = ((-1, 0), (0, 1), (1, 0), (0, -1))
+    walls = {tuple(square) for square in np.argwhere(level[..., 0] == 1)}
+    boxes = {tuple(square) for square in np.argwhere(level[..., 1] == 4)}
+    (player,) = (tuple(square) for square in np.argwhere(level[..., 1] == 3))
+    moves = []
+    for bit, move in pushes[pushes[:, 0] < 64].tolist():
+        box, (down, right) = (bit // 8 + 1, bit % 8 + 1), steps[move]
+        behind, ways = (box[0] - down, box[1] - right), {player: []}
+        for square in (queue := [player]):
+            for m, (i, j) in enumerate(steps):
+                to = (square[0] + i, square[1] + j)
+                if to not in walls | boxes | ways.keys():
+                    ways[to] = ways[square] + [m]
+                    queue.append(to)
+        moves += ways[behind] + [move]
+        boxes = boxes - {box} | {(box[0] + down, box[1] + right)}
+        player = box
+    return moves
+
+
 def run_script(*arguments, script="sokoban_drc_ppo.py", cwd=ROOT, check=True, **kwargs):
     """Run a script in a process of its own -> CompletedProcess with its output as text."""
     command = [sys.executable, str(ROOT / script), *map(str, arguments)]
