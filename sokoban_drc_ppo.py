@@ -85,6 +85,14 @@ class Args:
     """E, parallel experts a level"""
     width: int = 64
     """d, channels of an expert"""
+    cell: Literal["convlstm", "convglu"] = "convlstm"
+    """convglu (App. K) carries nothing but the experts' merged output"""
+    aggregate: Literal["sqrt_sum", "sum", "mean", "gate"] = "sqrt_sum"
+    """merge of a level's experts (App. D); gate learns one weight an expert"""
+    comm_radius: Optional[int] = None
+    """experts read only those within this distance on a ring (App. E); None: all"""
+    budget: Optional[Literal["small", "medium", "large"]] = None
+    """the paper's experts and width for --layers at this amount of work, the widest of its table"""
 
     # Training; defaults by measurement, the README has the paper's settings as a command
     total_timesteps: int = 50_000_000
@@ -138,10 +146,17 @@ class Args:
     num_iterations: int = field(init=False, default=0)
 
 
-MODEL_ARGS = ("layers", "experts", "width")
+MODEL_ARGS = ("layers", "experts", "width", "cell", "aggregate", "comm_radius")
+BUDGETS = {  # the paper's allocations: W, then for each width the layers x experts
+    "small": (36_864, {128: "1x1", 64: "1x4 2x2 4x1", 32: "1x12 2x6 3x4 4x3 8x2", 16: "1x36 2x18 3x12 4x9 8x5"}),
+    "medium": (139_264, {256: "1x1", 128: "1x4 2x2 3x1 4x1", 64: "1x14 2x7 3x5 4x3 8x2",
+                         32: "1x45 2x23 3x15 4x11 8x6", 16: "1x136 2x68 3x45 4x34 8x17"}),
+    "large": (2_129_920, {1024: "1x1", 512: "1x4 2x2 4x1", 256: "1x15 2x8 3x5 4x4 8x2",
+                          128: "1x58 2x29 3x19 4x14 8x7", 64: "1x208 2x104 3x69 4x52"}),
+}  # fmt: skip
 CHANGEABLE = ("total_timesteps", "eval_every", "checkpoint_every", "log_every", "device", "torch_threads", "resume")
 AT_LEAST = dict.fromkeys(("eval_every", "thinking_steps", "torch_threads", "seed"), 0) | dict.fromkeys(
-    MODEL_ARGS + ("num_envs", "num_steps", "max_episode_steps", "num_minibatches", "update_epochs")
+    ("layers", "experts", "width", "num_envs", "num_steps", "max_episode_steps", "num_minibatches", "update_epochs")
     + ("checkpoint_every", "log_every"), 1)  # fmt: skip
 
 
@@ -149,6 +164,20 @@ def fail(message):
     """Stop with exit status 2: the user can fix this."""
     print(f"error: {message}", file=sys.stderr)
     sys.exit(2)
+
+
+def work(cell, layers, experts, width):
+    """The paper's proxy W of the work of one environment step."""
+    return layers * experts * width * (32 + 2 * width if cell == "convlstm" else 16 + width / 2)
+
+
+def allocation(budget, layers):
+    """Experts and width of the widest agent of this depth in the paper's table."""
+    rows = [(int(l), int(e), d) for d, row in BUDGETS[budget][1].items() for l, e in re.findall(r"(\d+)x(\d+)", row)]
+    for l, experts, width in rows:
+        if l == layers:
+            return experts, width
+    fail(f"--budget {budget} has no agent of {layers} layers, only of {sorted({l for l, _, _ in rows})}")
 
 
 def parse_args(argv=None):
@@ -172,6 +201,8 @@ def parse_args(argv=None):
     for name, least in AT_LEAST.items():
         if getattr(args, name) < least:
             fail(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(args, name)}")
+    if args.budget:
+        args.experts, args.width = allocation(args.budget, args.layers)
     if args.num_envs % args.num_minibatches:
         fail(f"--num-envs {args.num_envs} is not divisible by --num-minibatches {args.num_minibatches}")
     args.batch_size = args.num_envs * args.num_steps
@@ -497,9 +528,9 @@ def opening_seeds(n):
 EPS = 1e-5
 
 
-def lstm_gates(z, u, c, scale):
-    """RMS norm over an expert's 4d channels, then LSTM gates. z, u (B, E, 4d, H, W), c (B, E, d, H, W) -> h, c."""
-    z = (z + u).float()
+def lstm_gates(z, c, scale):
+    """RMS norm over an expert's 4d channels, then LSTM gates. z (B, E, 4d, H, W), c (B, E, d, H, W) -> h, c."""
+    z = z.float()
     z = z * torch.rsqrt(z.square().mean(2, keepdim=True) + EPS) * scale
     i, f, o, g = z.chunk(4, 2)
     c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
@@ -510,8 +541,8 @@ class LSTMGates(torch.autograd.Function):
     """`lstm_gates` with the backward pass by hand: fewer passes over memory, which is what a CPU waits for."""
 
     @staticmethod
-    def forward(ctx, z, u, c, scale):
-        z = (z + u).float()
+    def forward(ctx, z, c, scale):
+        z = z.float()
         r = z.square().mean(2, keepdim=True).add_(EPS).rsqrt_()
         a = (z * r).mul_(scale)
         d = c.shape[2]
@@ -542,12 +573,20 @@ class LSTMGates(torch.autograd.Function):
         dscale = (az @ r.view(B, E, -1, 1)).sum(0).view_as(scale)
         mean = (scale.view(1, E, 1, channels) @ az).view_as(r) / channels
         dz = da.mul_(scale).addcmul_(z, mean.mul_(r).mul_(r), value=-1).mul_(r)
-        return dz, dz, dc, dscale
+        return dz, dc, dscale
+
+
+def lecun_normal(module, fan_in):
+    for name, p in module.named_parameters():
+        if name.endswith("weight"):
+            nn.init.normal_(p, std=fan_in**-0.5)
+        elif name.endswith("bias"):
+            nn.init.zeros_(p)
 
 
 class ConvLSTM(nn.Module):
     """All experts of one level. The 3x3 convolution of [x, s, h] -> 4d is the sum of three: x does not wait for the
-    recurrence, s is the same for all experts, and h is each expert's own (groups)."""
+    recurrence, s is what the experts share, and h is each expert's own (groups)."""
 
     def __init__(self, inputs, width, experts):
         super().__init__()
@@ -556,38 +595,61 @@ class ConvLSTM(nn.Module):
         self.conv_h = nn.Conv2d(experts * width, experts * 4 * width, 3, padding=1, bias=False, groups=experts)
         self.scale = nn.Parameter(torch.ones(experts, 4 * width, 1, 1))
         self.gates = LSTMGates.apply
-        for conv in (self.conv_x, self.conv_s, self.conv_h):  # LeCun normal
-            nn.init.normal_(conv.weight, std=(9 * (inputs + 2 * width)) ** -0.5)
-        nn.init.zeros_(self.conv_x.bias)
+        lecun_normal(self, 9 * (inputs + 2 * width))
 
     def forward(self, u, s, h, c):
-        """u = conv_x(x) (B, E, 4d, 10, 10); s (B, d, 10, 10); h (B, E d, 10, 10); c (B, E, d, 10, 10) -> h, c like c"""
+        """u = conv_x(x) (B, E, 4d, 10, 10); s (B, d or E d, 10, 10); h (B, E d, 10, 10); c (B, E, d, 10, 10)
+        -> h (B, E, d, 10, 10) and c like c"""
         if h is s:  # with one expert: one convolution with the sum of the weights is exact and costs half
             z = F.conv2d(s, self.conv_s.weight + self.conv_h.weight, padding=1)
         else:
-            z = self.conv_s(s) + self.conv_h(h)
-        return self.gates(z.view(u.shape), u, c, self.scale)
+            z = F.conv2d(s, self.conv_s.weight, padding=1, groups=s.shape[1] // c.shape[2]) + self.conv_h(h)
+        return self.gates(u + z.view(u.shape), c, self.scale)
+
+
+class ConvGLU(nn.Module):
+    """All experts of one level, without a state of their own (App. K): 3x3 convolution of [x, s] -> value and gate."""
+
+    def __init__(self, inputs, width, experts):
+        super().__init__()
+        self.conv_x = nn.Conv2d(inputs, experts * 2 * width, 3, padding=1)
+        self.conv_s = nn.Conv2d(width, experts * 2 * width, 3, padding=1, bias=False)
+        self.scale = nn.Parameter(torch.ones(experts, width, 1, 1))
+        lecun_normal(self, 9 * (inputs + width))
+
+    def forward(self, u, s, h, c):
+        """As ConvLSTM's; h is not read, c has no channels."""
+        groups = s.shape[1] // self.scale.shape[1]
+        z = u + F.conv2d(s, self.conv_s.weight, padding=1, groups=groups).view(u.shape)
+        z = F.glu(z.float(), 2)
+        return z * torch.rsqrt(z.square().mean((2, 3, 4), keepdim=True) + EPS) * self.scale, c
 
 
 class Agent(nn.Module):
-    """Parallel Experts (Sec. 3 of the paper), ConvLSTM cells, policy and value heads."""
+    """Parallel Experts (Sec. 3 of the paper), policy and value heads."""
 
-    def __init__(self, layers, experts, width):
+    def __init__(self, layers, experts, width, cell="convlstm", aggregate="sqrt_sum", comm_radius=None):
         super().__init__()
-        self.experts, self.width = experts, width
-        # channels of the state: s, the c of every level, and with several experts their h (one expert's h is s)
-        self.state_channels = [width] + [experts * width] * (layers + (experts > 1))
+        self.experts, self.width, self.aggregate = experts, width, aggregate
         self.embedding = nn.Parameter(torch.randn(2, 5, 16) * 0.1)  # torch's 1.0 learns 10x slower behind the norm
-        self.cells = nn.ModuleList(ConvLSTM(32, width, experts) for _ in range(layers))
+        cells = {"convlstm": ConvLSTM, "convglu": ConvGLU}
+        self.cells = nn.ModuleList(cells[cell](32, width, experts) for _ in range(layers))
+        self.merge_logits = nn.Parameter(torch.zeros(layers, experts)) if aggregate == "gate" else None
+        # hears[f, e] = 1 where reader f hears expert e; one row where all readers hear all experts
+        ring = torch.arange(experts)
+        ring = torch.min((ring - ring[:, None]) % experts, (ring[:, None] - ring) % experts)
+        local = comm_radius is not None and comm_radius < experts // 2
+        self.register_buffer("hears", (ring <= comm_radius).float() if local else torch.ones(1, experts), False)
+        # channels of the state: s, the c of every level, and the experts' h (one expert's h is s)
+        private = experts * width * (cell == "convlstm")
+        self.state_channels = [len(self.hears) * width] + [private] * layers + [private * (experts > 1)]
         self.norm = nn.Parameter(torch.ones(width, 1))
         self.attention = nn.Linear(width, 1, bias=False)
         self.dense = nn.Linear(2 * width, 2 * 256)
         self.actor = nn.Linear(256, 4)
         self.critic = nn.Linear(256, 1)
         for layer in (self.attention, self.dense, self.actor, self.critic):
-            nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
-            if layer.bias is not None:
-                nn.init.zeros_(layer.bias)
+            lecun_normal(layer, layer.in_features)
 
     def initial_state(self, batch, device=None):
         """(batch, channels, 10, 10) of zeros."""
@@ -600,30 +662,40 @@ class Agent(nn.Module):
         x = (self.embedding.transpose(1, 2) @ one_hot).view(-1, 32, 10, 10)
         return x * torch.rsqrt(x.square().mean((1, 2, 3), keepdim=True) + EPS)
 
+    def merge(self, h, l, hears):
+        """The outputs of level l's experts (B, E, d, 10, 10), summed for each row of hears -> (B, rows x d, 10, 10)"""
+        if self.experts == 1:
+            return h.flatten(1, 2)
+        n = hears.sum(1, keepdim=True)
+        if self.aggregate == "gate":
+            weights = (self.merge_logits[l] + hears.log()).softmax(1) * n.sqrt()
+        else:
+            weights = hears / n ** {"sqrt_sum": 0.5, "sum": 0, "mean": 1}[self.aggregate]
+        return (weights @ h.flatten(2)).view(len(h), -1, 10, 10)
+
     def core(self, obs, first, state):
         """The recurrence, for a rollout (T = 1) and for training (T = n) alike.
 
         obs (T, B, 10, 10, 2) uint8; first (T, B), 1 where obs opens an episode: the state is zeroed before that step;
-        state (B, channels, 10, 10) -> s^L of every step (T, B, d, 10, 10) and the state after the last.
+        state (B, channels, 10, 10) -> what the readout sees at every step (T, B, d, 10, 10), the state after the last.
         """
         T, B = first.shape
-        E, d = self.experts, self.width
+        E = self.experts
         x = self.encode(obs.flatten(0, 1))
-        u = [cell.conv_x(x).view(T, B, E, 4 * d, 10, 10).unbind(0) for cell in self.cells]
-        s, *c = state.split(self.state_channels, 1)
-        h = c.pop() if E > 1 else s  # one expert's h is s
-        c = [c_l.view(B, E, d, 10, 10) for c_l in c]
+        u = [cell.conv_x(x).view(T, B, E, -1, 10, 10).unbind(0) for cell in self.cells]
+        s, *c, h = state.split(self.state_channels, 1)
+        c = [c_l.view(B, E, c_l.shape[1] // E, 10, 10) for c_l in c]
         outputs = []
         for t in range(T):
             keep = (1 - first[t]).view(B, 1, 1, 1)
             s, c = s * keep, [c_l * keep.unsqueeze(4) for c_l in c]
-            h = h * keep if E > 1 else s
+            h = h * keep if E > 1 else s  # one expert's h is s
             for l, cell in enumerate(self.cells):
                 h_l, c[l] = cell(u[l][t], s, h, c[l])
-                h = h_l.flatten(1, 2)
-                s = h_l.sum(1) * E**-0.5 if E > 1 else h  # variance-normalising sum
-            outputs.append(s)
-        state = torch.cat([s] + [c_l.flatten(1, 2) for c_l in c] + ([h] if E > 1 else []), 1)
+                s = self.merge(h_l, l, self.hears)
+                h = h_l.flatten(1, 2) if E > 1 else s
+            outputs.append(s if len(self.hears) == 1 else self.merge(h_l, l, torch.ones_like(self.hears[:1])))
+        state = torch.cat([s, *(c_l.flatten(1, 2) for c_l in c), h[:, : self.state_channels[-1]]], 1)
         return torch.stack(outputs), state
 
     def forward(self, obs, first, state):
@@ -828,20 +900,29 @@ if __name__ == "__main__":
     torch.manual_seed(args.seed)
     autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=args.amp)
 
-    agent = Agent(args.layers, args.experts, args.width).to(device)
+    agent = Agent(args.layers, args.experts, args.width, args.cell, args.aggregate, args.comm_radius).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-6)
-    state = agent.initial_state(args.num_envs, device)
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        board = torch.zeros(1, args.num_envs, 10, 10, 2, dtype=torch.uint8, device=device)
-        agent(board, torch.ones(board.shape[:2], device=device), state)
-    if args.compile:
-        for cell in agent.cells:
-            cell.gates = torch.compile(lstm_gates)
     model_facts = {
         "parameters": sum(p.numel() for p in agent.parameters()),
-        "W": args.layers * args.experts * args.width * (32 + 2 * args.width),  # the paper's proxy of work
-        "flops_per_step": counter.get_total_flops() // args.num_envs,  # forward
+        "W": work(args.cell, args.layers, args.experts, args.width),
     }
+    model_facts |= {f"W / {name} budget": round(model_facts["W"] / w, 3) for name, (w, _) in BUDGETS.items()}
+    for batch in (1, 32):
+        board = torch.zeros(1, batch, 10, 10, 2, dtype=torch.uint8, device=device)
+        inputs = board, torch.ones(1, batch, device=device), agent.initial_state(batch, device)
+        with torch.no_grad(), autocast(), FlopCounterMode(display=False) as counter:
+            agent(*inputs)
+        model_facts["flops_per_step"] = counter.get_total_flops() // batch  # forward
+        seconds = []
+        for _ in range(10):
+            clock = time.perf_counter()
+            with torch.no_grad(), autocast():
+                agent(*inputs)[0].cpu()
+            seconds.append(time.perf_counter() - clock)
+        model_facts[f"latency_ms_batch_{batch}"] = round(1000 * float(np.median(seconds)), 3)
+    if args.compile and args.cell == "convlstm":
+        for cell in agent.cells:
+            cell.gates = torch.compile(lstm_gates)
     print(f"agent L={args.layers} E={args.experts} d={args.width}: {model_facts}")
     print(f"{device}, {torch.get_num_threads()} torch threads")
 
@@ -958,7 +1039,7 @@ if __name__ == "__main__":
     next_obs = torch.from_numpy(envs.first).to(device)
     next_done = next_timeout = torch.zeros(N, device=device)
     next_first = torch.ones(N, device=device)  # next_obs opens an episode
-    next_state = state
+    next_state = agent.initial_state(N, device)
     episode_return, episode_length, was_done = np.zeros(N), np.zeros(N, int), np.zeros(N, bool)
     done_rows, quiet = iteration * args.batch_size, not sys.stderr.isatty()
     bar = tqdm(

@@ -16,6 +16,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 import sokoban_drc_ppo as drc  # noqa: E402
+import sokoban_ff_ppo as ff  # noqa: E402, F401
 
 torch.set_num_threads(1)
 

@@ -17,14 +17,16 @@ def boards(T, B, seed=0):
     return obs, first
 
 
-def make_agent(layers=2, experts=3, width=8, seed=0):
+def make_agent(layers=2, experts=3, width=8, seed=0, script=drc, **options):
     torch.manual_seed(seed)
-    agent = drc.Agent(layers, experts, width)
+    agent = script.Agent(layers, experts, width, **options)
     with torch.no_grad():
         for level in agent.cells:
             level.scale.normal_(1, 0.3)
             level.conv_x.bias.normal_(0, 0.3)
         agent.norm.normal_(1, 0.3)
+        if agent.merge_logits is not None:
+            agent.merge_logits.normal_()
     return agent
 
 
@@ -33,50 +35,96 @@ def set_gates(agent, gates):
         cell.gates = gates
 
 
-def reference_core(agent, obs, first, state):
-    """The architecture as the paper states it: embeddings, one convolution of [x, s, h] an expert, loops everywhere."""
+def plain_gates(z, c, scale):
+    """`lstm_gates` works in float32; this is the same in the type that comes in."""
+    z = z / (z.square().mean(2, keepdim=True) + 1e-5).sqrt() * scale
+    i, f, o, g = z.chunk(4, 2)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def merged(agent, outputs, l, heard):
+    """The outputs of those experts of level l that are heard, as App. D states the merges."""
+    n = len(heard)
+    if agent.aggregate == "gate":
+        shares = torch.softmax(agent.merge_logits[l][heard], 0)
+        return sum(share * outputs[e] for share, e in zip(shares, heard)) * n**0.5
+    return sum(outputs[e] for e in heard) / {"sqrt_sum": n**0.5, "sum": 1, "mean": n}[agent.aggregate]
+
+
+def reference_core(agent, obs, first, radius=None):
+    """The architecture as the paper states it, from zero state: embeddings, one convolution of all inputs an expert,
+    loops everywhere, no tensor that holds two experts."""
     (T, B), E, d, L = first.shape, agent.experts, agent.width, len(agent.cells)
-    s, *c = [x.clone() for x in state.split(agent.state_channels, 1)]
-    h = list((c.pop() if E > 1 else s).split(d, 1))
-    c = [list(c_l.split(d, 1)) for c_l in c]
+    glu = isinstance(agent.cells[0], drc.ConvGLU)
+    distance = [[min((e - f) % E, (f - e) % E) for e in range(E)] for f in range(E)]
+    heard = [[e for e in range(E) if radius is None or distance[f][e] <= radius] for f in range(E)]
+    zero = torch.zeros(B, d, 10, 10, dtype=first.dtype)
+    s, h, c = [zero] * E, [zero] * E, [[zero] * E for _ in range(L)]
     outputs = []
     for t in range(T):
         x = torch.cat([agent.embedding[k][obs[t, ..., k].long()] for k in range(2)], -1).permute(0, 3, 1, 2)
         x = x / (x.square().mean((1, 2, 3), keepdim=True) + 1e-5).sqrt()
         keep = (1 - first[t]).view(B, 1, 1, 1)
-        s, h, c = s * keep, [x * keep for x in h], [[x * keep for x in c_l] for c_l in c]
-        for l in range(L):
-            level, merged = agent.cells[l], 0
-            parts = [conv.weight.split(4 * d) for conv in (level.conv_x, level.conv_s, level.conv_h)]
+        s, h, c = [v * keep for v in s], [v * keep for v in h], [[v * keep for v in c_l] for c_l in c]
+        for l, level in enumerate(agent.cells):
+            convs = (level.conv_x, level.conv_s) if glu else (level.conv_x, level.conv_s, level.conv_h)
+            parts = [conv.weight.split(level.conv_x.out_channels // E) for conv in convs]
+            out = []
             for e in range(E):
-                weight, bias = torch.cat([p[e] for p in parts], 1), level.conv_x.bias[4 * d * e : 4 * d * (e + 1)]
-                z = F.conv2d(torch.cat([x, s, h[e]], 1), weight, bias, padding=1)
-                z = z / (z.square().mean(1, keepdim=True) + 1e-5).sqrt() * level.scale[e]
-                i, f, o, g = z.split(d, 1)
-                c[l][e] = f.sigmoid() * c[l][e] + i.sigmoid() * g.tanh()
-                h[e] = o.sigmoid() * c[l][e].tanh()
-                merged = merged + h[e]
-            s = merged / E**0.5
-        outputs.append(s)
-    return torch.stack(outputs), torch.cat([s, *(x for c_l in c for x in c_l), *(h if E > 1 else [])], 1)
+                weight, bias = torch.cat([p[e] for p in parts], 1), level.conv_x.bias.chunk(E)[e]
+                z = F.conv2d(torch.cat([x, s[e]] if glu else [x, s[e], h[e]], 1), weight, bias, padding=1)
+                if glu:
+                    value, gate = z.chunk(2, 1)
+                    z = value * gate.sigmoid()
+                    out.append(z / (z.square().mean((1, 2, 3), keepdim=True) + 1e-5).sqrt() * level.scale[e])
+                else:
+                    out_e, c_e = plain_gates(z.unsqueeze(1), c[l][e].unsqueeze(1), level.scale[e])
+                    c[l][e] = c_e.squeeze(1)
+                    out.append(out_e.squeeze(1))
+            h, s = out, [merged(agent, out, l, heard[e]) for e in range(E)]
+        outputs.append(merged(agent, out, l, range(E)))
+    return torch.stack(outputs)
 
 
+def check_core(agent, radius=None):
+    agent.double()
+    obs, first = boards(5, 3)
+    first = first.double()
+    if isinstance(agent.cells[0], drc.ConvLSTM):
+        set_gates(agent, plain_gates)
+    state = agent.initial_state(3).double()
+    whole, end = agent.core(obs, first, state)
+    assert torch.allclose(whole, reference_core(agent, obs, first, radius), atol=1e-6)
+    # in two pieces: the state holds all that is carried
+    start, state = agent.core(obs[:2], first[:2], state)
+    rest, state = agent.core(obs[2:], first[2:], state)
+    assert torch.allclose(torch.cat([start, rest]), whole) and torch.allclose(state, end)
+
+
+@pytest.mark.parametrize("cell", ["convlstm", "convglu"])
 @pytest.mark.parametrize("layers, experts", [(1, 1), (3, 1), (1, 4), (2, 3)])
-def test_core_equals_a_plain_loop_over_experts(layers, experts):
-    agent = make_agent(layers, experts).double()
-    obs, first = boards(4, 3)
-    first, state = first.double(), torch.randn(3, sum(agent.state_channels), 10, 10).double()
-    set_gates(agent, lambda z, u, c, scale: plain_double(z + u, c, scale))
-    for ours, reference in zip(agent.core(obs, first, state), reference_core(agent, obs, first, state)):
-        assert torch.allclose(ours, reference, atol=1e-10)
+def test_core_equals_a_plain_loop_over_experts(layers, experts, cell):
+    check_core(make_agent(layers, experts, cell=cell))
 
 
-def plain_double(z, c, scale):
-    """`lstm_gates` works in float32; this is the same in float64."""
-    z = z * torch.rsqrt(z.square().mean(2, keepdim=True) + 1e-5) * scale
-    i, f, o, g = z.chunk(4, 2)
-    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-    return o.sigmoid() * c.tanh(), c
+@pytest.mark.parametrize("cell", ["convlstm", "convglu"])
+@pytest.mark.parametrize("aggregate", ["sqrt_sum", "sum", "mean", "gate"])
+@pytest.mark.parametrize("radius", [None, 0, 1, 2])
+def test_merges_and_radius_equal_a_plain_loop_over_experts(cell, aggregate, radius):
+    check_core(make_agent(2, 5, 4, cell=cell, aggregate=aggregate, comm_radius=radius), radius)
+
+
+def test_gate_begins_as_the_variance_normalising_sum():
+    torch.manual_seed(0)
+    gate = drc.Agent(2, 4, 8, aggregate="gate")
+    plain = drc.Agent(2, 4, 8)
+    plain.load_state_dict({k: v for k, v in gate.state_dict().items() if k != "merge_logits"})
+    obs, first = boards(3, 2)
+    outputs = [agent(obs, first, agent.initial_state(2))[0] for agent in (gate, plain)]
+    assert torch.allclose(*outputs, atol=1e-6)
+    outputs[0].square().sum().backward()
+    assert gate.merge_logits.grad.abs().min() > 0
 
 
 def gradients(agent, obs, first, state):
@@ -125,7 +173,7 @@ def test_state_is_exactly_zero_at_a_first_observation():
     agent = make_agent()
     seen = []
     conv = F.conv2d
-    set_gates(agent, lambda z, u, c, scale: (seen.append(c.clone()), drc.lstm_gates(z, u, c, scale))[1])
+    set_gates(agent, lambda z, c, scale: (seen.append(c.clone()), drc.lstm_gates(z, c, scale))[1])
     obs, _ = boards(1, 2)
     try:
         F.conv2d = lambda x, *args, **kwargs: (seen.append(x.clone()), conv(x, *args, **kwargs))[1]

@@ -1,0 +1,1174 @@
+"""Non-recurrent Sokoban agent of "Temporal Recurrence Favors Fewer Layers" (arXiv 2609.12531): PPO on EnvPool.
+
+The same `Parallel Experts` as in sokoban_drc_ppo.py, with nothing carried from step to step: every step starts from
+zero state, and the first level reads the observation alone. `diff sokoban_drc_ppo.py sokoban_ff_ppo.py` shows it.
+
+    python sokoban_ff_ppo.py --levels easy --eval-levels easy --layers 4 --width 16 --total-timesteps 1_000_000
+    python sokoban_ff_ppo.py --layers 8 --seed 1                             # the paper's best small-budget agent
+    python sokoban_ff_ppo.py --evaluate runs/NAME/last.pt --capture-video    # solve rate and a GIF
+    python sokoban_ff_ppo.py --resume runs/NAME                              # go on after a stop
+
+Sections: Args, Levels, Environment, Model, Evaluation, Records, Setup, Loop.
+"""
+
+import ctypes
+import functools
+import hashlib
+import io
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+import zipfile
+from collections import defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Literal, Optional
+
+import envpool
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+from PIL import Image
+from scipy.stats import binomtest
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+
+# ======================================================================================================================
+# Args
+# ======================================================================================================================
+@dataclass
+class Args:
+    seed: int = 1
+    """seed of the weights, the sampled actions and the order of levels (not of the level generator)"""
+    runs_dir: str = "runs"
+    """folder that receives one new folder a run"""
+    resume: Optional[str] = None
+    """run folder to go on with; its args.json gives every other setting"""
+    evaluate: Optional[str] = None
+    """checkpoint to evaluate, without training"""
+    track: bool = False
+    """also log to Weights & Biases (needs `pip install wandb`)"""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """auto takes a GPU where there is one"""
+    torch_threads: int = 0
+    """CPU threads of torch (0: torch's own choice); with several processes on one machine use 1 each"""
+    amp: bool = False
+    """bf16 autocast"""
+    compile: bool = False
+    """fuse the gates with torch.compile instead of the hand-written backward pass"""
+
+    # Levels
+    levels: str = "boxoban"
+    """boxoban (official unfiltered-train), generated, medium-easy, easy, or a path (Boxoban text file/folder, .npy)"""
+    eval_levels: str = "boxoban-test"
+    """boxoban-test (999 levels inside EnvPool's wheel), generated, medium-easy, easy, or a path"""
+    offline: bool = False
+    """never download: --levels boxoban means generated levels unless they are in the cache"""
+
+    # Model
+    layers: int = 8
+    """L, levels within one environment step"""
+    experts: int = 2
+    """E, parallel experts a level"""
+    width: int = 32
+    """d, channels of an expert"""
+    cell: Literal["convlstm", "convglu"] = "convlstm"
+    """convglu (App. K) carries nothing but the experts' merged output"""
+    aggregate: Literal["sqrt_sum", "sum", "mean", "gate"] = "sqrt_sum"
+    """merge of a level's experts (App. D); gate learns one weight an expert"""
+    comm_radius: Optional[int] = None
+    """experts read only those within this distance on a ring (App. E); None: all"""
+    budget: Optional[Literal["small", "medium", "large"]] = None
+    """the paper's experts and width for --layers at this amount of work, the widest of its table"""
+
+    # Training; defaults by measurement, the README has the paper's settings as a command
+    total_timesteps: int = 50_000_000
+    """environment steps, counting num_envs x num_steps an iteration"""
+    learning_rate: float = 1e-3
+    """Adam's rate at the start"""
+    anneal_lr: bool = True
+    """decrease the rate linearly to 0"""
+    num_envs: int = 64
+    """parallel environments"""
+    num_steps: int = 20
+    """steps of a rollout, and of back-propagation through time"""
+    max_episode_steps: int = 120
+    """steps after which a training episode is cut; evaluation episodes always have 120"""
+    gamma: float = 0.97
+    """discount"""
+    gae_lambda: float = 0.8
+    """lambda of generalised advantage estimation"""
+    num_minibatches: int = 4
+    """minibatches an epoch; each holds whole sequences of num_envs / num_minibatches environments"""
+    update_epochs: int = 1
+    """passes over a rollout; 1, with 1 minibatch, is the paper's advantage actor-critic"""
+    clip_coef: float = 0.2
+    """PPO's clipping range"""
+    ent_coef: float = 0.01
+    """weight of the entropy bonus"""
+    vf_coef: float = 1.0
+    """weight of the value loss, which is half the mean squared error"""
+    logit_coef: float = 1e-4
+    """weight of the penalty on squared logits"""
+    max_grad_norm: float = 1.0
+    """clip of the gradient's global norm"""
+    bootstrap_time_limit: bool = False
+    """add the last observation's value where the step limit cuts an episode (the paper takes it as an end)"""
+
+    # Evaluation and records
+    eval_every: int = 500_000
+    """steps between evaluations on the first 256 evaluation levels (0: only at the end)"""
+    eval_sample: bool = False
+    """sample actions in evaluations instead of taking the most likely"""
+    thinking_steps: int = 0
+    """extra network passes over the first observation of an evaluation episode"""
+    capture_video: bool = False
+    """write an animated GIF of the first four evaluation episodes"""
+    checkpoint_every: int = 100_000
+    """steps between checkpoints"""
+    log_every: int = 10
+    """iterations between records"""
+
+    batch_size: int = field(init=False, default=0)
+    num_iterations: int = field(init=False, default=0)
+
+
+MODEL_ARGS = ("layers", "experts", "width", "cell", "aggregate", "comm_radius")
+BUDGETS = {  # the paper's allocations: W, then for each width the layers x experts
+    "small": (36_864, {128: "1x1", 64: "1x4 2x2 4x1", 32: "1x12 2x6 3x4 4x3 8x2", 16: "1x36 2x18 3x12 4x9 8x5"}),
+    "medium": (139_264, {256: "1x1", 128: "1x4 2x2 3x1 4x1", 64: "1x14 2x7 3x5 4x3 8x2",
+                         32: "1x45 2x23 3x15 4x11 8x6", 16: "1x136 2x68 3x45 4x34 8x17"}),
+    "large": (2_129_920, {1024: "1x1", 512: "1x4 2x2 4x1", 256: "1x15 2x8 3x5 4x4 8x2",
+                          128: "1x58 2x29 3x19 4x14 8x7", 64: "1x208 2x104 3x69 4x52"}),
+}  # fmt: skip
+CHANGEABLE = ("total_timesteps", "eval_every", "checkpoint_every", "log_every", "device", "torch_threads", "resume")
+AT_LEAST = dict.fromkeys(("eval_every", "thinking_steps", "torch_threads", "seed"), 0) | dict.fromkeys(
+    ("layers", "experts", "width", "num_envs", "num_steps", "max_episode_steps", "num_minibatches", "update_epochs")
+    + ("checkpoint_every", "log_every"), 1)  # fmt: skip
+
+
+def fail(message):
+    """Stop with exit status 2: the user can fix this."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def work(cell, layers, experts, width):
+    """The paper's proxy W of the work of one environment step."""
+    return layers * experts * width * (32 + 2 * width if cell == "convlstm" else 16 + width / 2)
+
+
+def allocation(budget, layers):
+    """Experts and width of the widest agent of this depth in the paper's table."""
+    rows = [(int(l), int(e), d) for d, row in BUDGETS[budget][1].items() for l, e in re.findall(r"(\d+)x(\d+)", row)]
+    for l, experts, width in rows:
+        if l == layers:
+            return experts, width
+    fail(f"--budget {budget} has no agent of {layers} layers, only of {sorted({l for l, _, _ in rows})}")
+
+
+def parse_args(argv=None):
+    """Read and check the command line; with --resume or --evaluate the saved run's settings are the defaults."""
+    args = tyro.cli(Args, args=argv)
+    if args.resume and args.evaluate:
+        fail("--resume and --evaluate exclude each other")
+    if args.resume or args.evaluate:
+        path = args.evaluate or Path(args.resume) / "args.json"
+        try:
+            saved = load_checkpoint(path)["args"] if args.evaluate else json.loads(path.read_text())["args"]
+            used = MODEL_ARGS + ("eval_levels", "seed", "amp") if args.evaluate else [f.name for f in fields(Args)]
+            saved = {f.name: saved[f.name] for f in fields(Args) if f.init and f.name in used}
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            fail(f"{path} is missing or damaged ({type(e).__name__}: {e})")
+        args = tyro.cli(Args, args=argv, default=Args(**saved))
+        for name in MODEL_ARGS if args.evaluate else saved.keys() - set(CHANGEABLE):
+            if getattr(args, name) != saved[name]:
+                flag = "--" + name.replace("_", "-")
+                fail(f"{flag} {getattr(args, name)} differs from the saved run's {saved[name]}; omit {flag}")
+    for name, least in AT_LEAST.items():
+        if getattr(args, name) < least:
+            fail(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(args, name)}")
+    if args.budget:
+        args.experts, args.width = allocation(args.budget, args.layers)
+    if args.num_envs % args.num_minibatches:
+        fail(f"--num-envs {args.num_envs} is not divisible by --num-minibatches {args.num_minibatches}")
+    args.batch_size = args.num_envs * args.num_steps
+    args.num_iterations = args.total_timesteps // args.batch_size
+    if args.num_iterations < 1 and not args.evaluate:
+        fail(f"--total-timesteps {args.total_timesteps} is less than one rollout of {args.batch_size} steps")
+    return args
+
+
+# ======================================================================================================================
+# Levels: uint8 (N, 10, 10, 2), [..., 0] fixed (0 floor, 1 wall, 2 target), [..., 1] movable (0 empty, 3 agent, 4 box)
+# ======================================================================================================================
+CACHE = Path(os.environ.get("BOXOBAN_CACHE") or Path.home() / ".cache" / "boxoban")
+TRAIN_URL = "https://github.com/google-deepmind/boxoban-levels/archive/refs/heads/master.zip"
+TRAIN_SHA256 = "a952bc817fc1fc96"  # first 16 hex digits, over the 900 files of unfiltered/train in order of their names
+EMBEDDED_TEST = Path(envpool.__file__).parent / "jumanji" / "assets" / "boxoban" / "unfiltered-test.npy"
+CELLS = np.full((256, 2), 255, np.uint8)  # character -> (fixed, movable)
+for char, cell in {"#": (1, 0), " ": (0, 0), ".": (2, 0), "$": (0, 4), "@": (0, 3), "*": (2, 4), "+": (2, 3)}.items():
+    CELLS[ord(char)] = cell
+
+
+def level_ids(levels):
+    """Content hash of each level, (N, 10, 10, 2) -> (N,) uint64."""
+    digests = (hashlib.blake2b(level, digest_size=8).digest() for level in np.ascontiguousarray(levels))
+    return np.frombuffer(b"".join(digests), np.uint64)
+
+
+def canonical_ids(levels):
+    """Content hash that is the same for the 8 rotations and reflections of a level, (N, 10, 10, 2) -> (N,) uint64."""
+    sides = levels, levels[:, ::-1]
+    return np.min([level_ids(np.rot90(side, k, (1, 2))) for side in sides for k in range(4)], axis=0)
+
+
+def level_hash(levels):
+    return hashlib.sha256(levels.tobytes()).hexdigest()[:16]
+
+
+def parse_levels(text, name):
+    """Text in Boxoban's format (bytes) -> levels (N, 10, 10, 2). Stops with file and level where one is broken."""
+    head, *levels = re.split(rb"(?m)^;.*$", text.replace(b"\r\n", b"\n"))
+    if head.strip() or not levels:
+        fail(f"{name}: not in Boxoban's text format (a line '; number', then 10 rows of 10 characters)")
+    levels = [level.strip(b"\n") + b"\n" for level in levels]
+    for k, level in enumerate(levels):
+        if len(level) != 110 or level[10::11] != b"\n" * 10:
+            fail(f"{name}, level {k} (from 0): not 10 rows of 10 characters")
+    return check_levels(CELLS[np.frombuffer(b"".join(levels), np.uint8).reshape(-1, 10, 11)[..., :10]], name)
+
+
+def check_levels(levels, name):
+    """Stop with file and level unless each has 4 boxes, 4 targets, 1 player and a closed border."""
+    fixed, movable = levels[..., 0].reshape(-1, 100), levels[..., 1].reshape(-1, 100)
+    border = np.pad(np.zeros((8, 8), bool), 1, constant_values=True).ravel()
+    checks = {
+        "a character that is not one of '# .$@*+'": (fixed <= 2).all(1) & np.isin(movable, (0, 3, 4)).all(1),
+        "not exactly 4 boxes": (movable == 4).sum(1) == 4,
+        "not exactly 4 targets": (fixed == 2).sum(1) == 4,
+        "not exactly 1 player": (movable == 3).sum(1) == 1,
+        "an open border": (fixed[:, border] == 1).all(1),
+        "a box or the player inside a wall": ~((fixed == 1) & (movable != 0)).any(1),
+        "all boxes on targets already": ((fixed == 2) & (movable == 4)).sum(1) < 4,
+    }
+    for fault, ok in checks.items():
+        if not ok.all():
+            fail(f"{name}, level {np.flatnonzero(~ok)[0]} (from 0): {fault}")
+    return levels
+
+
+def read_levels(path):
+    """A Boxoban text file, a folder of them, or a .npy of (N, 10, 10, 2) uint8 -> checked levels."""
+    path = Path(path)
+    if not path.exists():
+        fail(f"levels {path}: no such file or folder, and not one of boxoban, boxoban-test, {', '.join(KINDS)}")
+    if path.suffix != ".npy":
+        files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+        if not files:
+            fail(f"{path}: no .txt file in this folder")
+        return np.concatenate([parse_levels(f.read_bytes(), f) for f in files])
+    try:
+        levels = np.load(path, allow_pickle=False)
+    except (ValueError, OSError, EOFError) as e:
+        fail(f"{path}: not a readable .npy file ({e})")
+    if levels.dtype != np.uint8 or levels.shape[1:] != (10, 10, 2) or not len(levels):
+        fail(f"{path}: {levels.dtype} {levels.shape}; uint8 (N, 10, 10, 2) wanted, [..., 0] fixed, [..., 1] movable")
+    return check_levels(levels, path)
+
+
+def write_atomically(path, data):
+    """All of the bytes or none, also over a kill or a power cut."""
+    tmp = Path(f"{path}.{os.getpid()}.tmp")
+    try:
+        with open(tmp, "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(tmp, path)
+    finally:
+        tmp.unlink(missing_ok=True)
+
+
+def boxoban_train(offline):
+    """Text of the official unfiltered-train levels, from the cache or downloaded; None where it cannot be had."""
+    cached = CACHE / "unfiltered-train.txt"
+    if cached.is_file() and hashlib.sha256(text := cached.read_bytes()).hexdigest().startswith(TRAIN_SHA256):
+        return text
+    if offline:
+        return None
+    try:  # in a thread, since the look-up of a host's name knows no time limit
+        response = ThreadPoolExecutor(1).submit(urllib.request.urlopen, TRAIN_URL, timeout=10).result(12)
+        if not response.geturl().startswith("https://"):
+            raise OSError(f"redirected to {response.geturl()}, which is not HTTPS")
+        size, data = int(response.headers.get("Content-Length") or 0), io.BytesIO()
+        with tqdm(total=size or None, unit="B", unit_scale=True, desc="boxoban-levels") as bar:
+            while block := response.read(1 << 16):
+                bar.update(data.write(block))
+        with zipfile.ZipFile(data) as z:  # read in memory: no path of the archive is ever used
+            names = sorted(n for n in z.namelist() if "/unfiltered/train/" in n and n.endswith(".txt"))
+            text = b"".join(z.read(n) for n in names)
+        if not hashlib.sha256(text).hexdigest().startswith(TRAIN_SHA256):
+            raise ValueError("the download's sha256 is wrong")
+    except Exception as e:  # a network, a server and an archive fail in many ways
+        print(f"download of {TRAIN_URL} failed: {e!r}")
+        return None
+    write_atomically(cached, text)
+    return text
+
+
+# The generator plays backwards: boxes start on the targets and a player pulls them off, so the reverse is a solution.
+# Thousands of games at once: bit 8 * row + column of a uint64 is one of the 8 x 8 squares inside a level's border.
+LEFT, RIGHT = np.uint64(0x0101010101010101), np.uint64(0x8080808080808080)  # the outer columns
+SHIFT = [
+    lambda b: b >> 8,
+    lambda b: (b & ~RIGHT) << 1,
+    lambda b: b << 8,
+    lambda b: (b & ~LEFT) >> 1,
+]
+KINDS = {  # from, to: boxes off their targets; pushes (few are more likely); steps of the player to the first push
+    "generated": (4, 4, 12, 30, 8),
+    "medium-easy": (2, 3, 10, 30, 8),
+    "easy": (1, 2, 2, 8, 0),
+}
+
+
+def any_bit(rng, bits):
+    """One of the set bits, at random: the lowest after a random rotation."""
+    by = rng.integers(1, 64, len(bits), dtype=np.uint64)
+    turned = bits >> by | bits << 64 - by
+    lowest = turned & -turned
+    return lowest << by | lowest >> 64 - by
+
+
+def play_backwards(rng, boxes_from, boxes_to, pulls_from, pulls_to, walk, n=5000):
+    """n random rooms and backward games -> planes (m, 4) of floor, targets, boxes and player of those m that went well,
+    and their pushes (m, pulls_to, 2) uint8: bit number of the box (64: no push), move (0 up, 1 right, 2 down, 3 left).
+    """
+    # random walks carve the floor out of solid wall, each step a bar, an L or a block of 2 x 2
+    at, move, floor = any_bit(rng, np.full(n, ~np.uint64(0))), rng.integers(4, size=n), np.zeros(n, np.uint64)
+    for _ in range(40):
+        move = np.where(rng.random(n) < 0.35, rng.integers(4, size=n), move)
+        ahead = np.choose(move, [shift(at) for shift in SHIFT])
+        at = np.where(ahead, ahead, at)
+        up, right, down, left = (shift(at) for shift in SHIFT)
+        shapes = left | right, up | down, left | down, right | down, left | down | left << 8
+        floor |= at | np.choose(rng.integers(5, size=n), shapes)
+
+    # four targets where a box can be pulled; the boxes on some of them will move, the others are parked
+    spots = floor & np.bitwise_or.reduce([shift(floor & shift(floor)) for shift in SHIFT])
+    targets, moving = np.zeros((2, n), np.uint64)
+    for moves in rng.integers(boxes_from, boxes_to + 1, (2, n)).min(0) > np.arange(4)[:, None]:
+        spot = any_bit(rng, spots & ~targets)
+        targets, moving = targets | spot, moving | spot * moves
+    parked, player = targets ^ moving, any_bit(rng, floor & ~targets)
+    box, budget, pushes = 0 * player, rng.integers(pulls_from, pulls_to + 1, (3, n)).min(0), []
+    for turn in range(pulls_to + 1):
+        free, reach = floor & ~(moving | parked), player
+        for _ in range(8 if turn < pulls_to else walk):
+            for shift in SHIFT:
+                reach = reach | free & shift(reach)
+        if turn == pulls_to:
+            break
+        # a box can be pulled by a move from the square beside it to the next one; one still on its target comes first
+        pullable = np.stack([moving & SHIFT[m ^ 2](reach) & SHIFT[m ^ 2](SHIFT[m ^ 2](free)) for m in range(4)])
+        again = np.choose(move, pullable) & box * (rng.random(n) < 0.8)  # as a rule the last pull goes on
+        pullable = np.where((pullable & targets).any(0), pullable & targets, pullable)
+        move = np.where(again, move, (rng.random((4, n), np.float32) * (pullable != 0)).argmax(0))
+        pulled = np.where(again, again, any_bit(rng, np.choose(move, pullable))) * (turn < budget)
+        box = np.choose(move, [shift(pulled) for shift in SHIFT])
+        moving ^= pulled | box
+        player = np.where(pulled, np.choose(move, [shift(box) for shift in SHIFT]), player)
+        pushes.append((np.bitwise_count(box - 1), move ^ 2))
+    player, off = any_bit(rng, reach & ~targets), np.bitwise_count(moving & ~targets)
+    pushes = np.array(pushes[::-1], np.uint8).transpose(2, 0, 1)
+    good = (off >= boxes_from) & (off <= boxes_to) & (player != 0) & (np.bitwise_count(targets) == 4)
+    good &= (pushes[:, :, 0] < 64).sum(1) >= pulls_from
+    return np.stack([floor, targets, moving | parked, player], 1)[good], pushes[good]
+
+
+def generate_levels(kind, count, seed, exclude=()):
+    """Distinct levels, also when rotated or mirrored, without those of the canonical ids `exclude`.
+
+    -> levels (count, 10, 10, 2) and the pushes that solve them (count, pulls, 2), see `play_backwards`
+    """
+    rng, seen, levels, solutions = np.random.default_rng(seed), set(map(int, exclude)), [], []
+    while sum(map(len, levels)) < count:
+        planes, pushes = play_backwards(rng, *KINDS[kind])
+        rows = planes.view(np.uint8).reshape(-1, 4, 8)
+        floor, targets, boxes, player = np.unpackbits(rows, 2, bitorder="little").reshape(-1, 4, 8, 8).swapaxes(0, 1)
+        chunk = np.pad(
+            np.stack([1 - floor + 2 * targets, 3 * player + 4 * boxes], -1), ((0, 0), (1, 1), (1, 1), (0, 0))
+        )
+        chunk[:, [0, -1], :, 0] = chunk[:, :, [0, -1], 0] = 1
+        new = [i for i, key in enumerate(canonical_ids(chunk).tolist()) if not (key in seen or seen.add(key))]
+        levels.append(chunk[new])
+        solutions.append(pushes[new])
+    return np.concatenate(levels)[:count], np.concatenate(solutions)[:count]
+
+
+def load_levels(name, offline=False, exclude=None):
+    """Levels by name or path -> (levels without duplicates, the set's real name).
+
+    With `exclude` (evaluation levels) those are left out; generated ones also where rotated or mirrored.
+    """
+    if name == "boxoban":
+        if text := boxoban_train(offline):
+            levels = parse_levels(text, "Boxoban unfiltered-train")
+        else:
+            print("!" * 100 + "\n!! Boxoban levels are not available: training on GENERATED levels instead.")
+            print("!! Run once with network, or name a copy (--levels PATH).\n" + "!" * 100)
+            name = "generated"
+    if name in KINDS:
+        seed = 2 * list(KINDS).index(name) + (exclude is None)  # fixed, whatever --seed is
+        held_out = () if exclude is None else canonical_ids(exclude)
+        levels, _ = generate_levels(name, 1000 if exclude is None else 100_000, seed, held_out)
+    elif name == "boxoban-test":
+        levels = np.load(EMBEDDED_TEST, allow_pickle=False)
+    elif name != "boxoban":
+        levels = read_levels(name)
+    ids = level_ids(levels)
+    distinct = np.sort(np.unique(ids, return_index=True)[1])
+    keep = distinct if exclude is None else distinct[~np.isin(ids[distinct], level_ids(exclude))]
+    if not len(keep):
+        fail(f"--levels {name}: every level is also an evaluation level; none is left to train on")
+    print(f"levels {name}: {len(keep)}, sha256 {level_hash(levels[keep])}; left out: "
+          f"{len(ids) - len(distinct)} duplicates, {len(distinct) - len(keep)} evaluation levels")  # fmt: skip
+    return levels[keep], name
+
+
+# ======================================================================================================================
+# Environment
+# ======================================================================================================================
+class Sokoban:
+    """EnvPool's Sokoban-v0 in small pools, each with a level file of its own. A call steps all N environments.
+
+    shards: level arrays, one a pool; env_seeds: as many lists of seeds, one seed an environment.
+    A row that comes with done holds the last observation of its episode; the next call ignores the action and returns
+    the first one of a new episode.
+    """
+
+    def __init__(self, shards, env_seeds, max_episode_steps=120):
+        self.pools, first = [], []
+        self.edges = np.cumsum([len(seeds) for seeds in env_seeds])[:-1]
+        for levels, seeds in zip(shards, env_seeds):
+            base = CACHE / "shards" / level_hash(levels)
+            path = base / "jumanji" / "assets" / "boxoban" / "unfiltered-test.npy"  # the one name that EnvPool reads
+            buffer = io.BytesIO()
+            np.save(buffer, levels)
+            try:
+                if not path.is_file() or path.read_bytes() != buffer.getvalue():
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    write_atomically(path, buffer.getvalue())
+            except OSError as e:
+                fail(f"cannot write EnvPool's level file ({e}); name another folder in the variable BOXOBAN_CACHE")
+            options = {"num_envs": len(seeds), "num_threads": 1, "env_seed": [int(s) for s in seeds]}
+            options |= {"base_path": str(base), "max_episode_steps": max_episode_steps}
+            self.pools.append(envpool.make("Sokoban-v0", env_type="gymnasium", **options))
+            first.append(self.pools[-1].reset()[0]["grid"])
+            known = {level.tobytes() for level in levels[..., ::-1]}
+            if not all(grid.tobytes() in known for grid in first[-1]):  # given a wrong path it serves one toy level
+                raise RuntimeError(f"EnvPool does not serve the levels of {path}")
+        self.first = np.concatenate(first)
+
+    def step(self, actions):
+        """actions (N,) -> grid (N, 10, 10, 2) uint8, movable channel first; reward, done, timeout, solved (N,)"""
+        for pool, a in zip(self.pools, np.split(actions.astype(np.int32), self.edges)):
+            pool.send(a)
+        obs, *got, info = zip(*(pool.recv() for pool in self.pools))
+        reward, terminated, truncated = map(np.concatenate, got)
+        grid, solved = np.concatenate([o["grid"] for o in obs]), np.concatenate([i["solved"] for i in info])
+        done = terminated | truncated
+        return grid, reward, done, done & ~solved, done & solved  # a level solved on its last step is no timeout
+
+
+def training_shards(levels, num_envs, seed):
+    """Pools of 16 environments or fewer, each with its part (shard) of the levels -> shards, seeds.
+
+    EnvPool keeps a copy of the pool's shard for each environment; all copies together stay under 1 GB.
+    """
+    size = next(s for s in (16, 8, 4, 2, 1) if s == 1 or len(levels) * s * 228 < 1e9)
+    n = -(-num_envs // size)
+    seeds = np.random.SeedSequence(seed).generate_state(num_envs) >> 1
+    return [levels[i % len(levels) :: n] for i in range(n)], np.array_split(seeds, n)
+
+
+@functools.cache
+def opening_seeds(n):
+    """Seeds with which an environment opens with level 0, 1, ... n-1 of a file of n <= 100 levels.
+
+    The level that EnvPool opens with depends on the seed and the number of levels alone, so any n levels will do to
+    find out; `evaluate` checks the result.
+    """
+    levels = np.load(EMBEDDED_TEST, allow_pickle=False)[:n]
+    index, seeds = {level.tobytes(): k for k, level in enumerate(levels[..., ::-1])}, {}
+    for start in itertools.count(0, 200):
+        for seed, grid in enumerate(Sokoban([levels], [range(start, start + 200)]).first, start):
+            seeds.setdefault(index[grid.tobytes()], seed)
+        if len(seeds) == n:
+            return [seeds[k] for k in range(n)]
+
+
+# ======================================================================================================================
+# Model
+# ======================================================================================================================
+EPS = 1e-5
+
+
+def lstm_gates(z, c, scale):
+    """RMS norm over an expert's 4d channels, then LSTM gates. z (B, E, 4d, H, W), c (B, E, d, H, W) -> h, c."""
+    z = z.float()
+    z = z * torch.rsqrt(z.square().mean(2, keepdim=True) + EPS) * scale
+    i, f, o, g = z.chunk(4, 2)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+class LSTMGates(torch.autograd.Function):
+    """`lstm_gates` with the backward pass by hand: fewer passes over memory, which is what a CPU waits for."""
+
+    @staticmethod
+    def forward(ctx, z, c, scale):
+        z = z.float()
+        r = z.square().mean(2, keepdim=True).add_(EPS).rsqrt_()
+        a = (z * r).mul_(scale)
+        d = c.shape[2]
+        i, f, o, g = a.split(d, 2)
+        a[:, :, : 3 * d].sigmoid_()
+        g.tanh_()
+        c_new = (f * c).addcmul_(i, g)
+        tanh_c = c_new.tanh()
+        ctx.save_for_backward(z, r, a, c, tanh_c, scale)
+        return o * tanh_c, c_new
+
+    @staticmethod
+    def backward(ctx, dh, dc):
+        z, r, a, c, tanh_c, scale = ctx.saved_tensors
+        B, E, channels = z.shape[:3]
+        i, f, o, g = a.chunk(4, 2)
+        dh_tanh_c = dh * tanh_c
+        dc = torch.addcmul(dh, dh_tanh_c, tanh_c, value=-1).mul_(o).add_(dc)
+        da = torch.addcmul(a, a, a, value=-1)  # sigmoid' = a - a^2
+        di, df, do, dg = da.chunk(4, 2)
+        di.mul_(dc).mul_(g)
+        df.mul_(dc).mul_(c)
+        do.mul_(dh_tanh_c)
+        torch.mul(g, g, out=dg).neg_().add_(1).mul_(dc).mul_(i)  # tanh' = 1 - a^2
+        dc.mul_(f)
+        # y = scale r z with r = rsqrt(mean(z^2) + eps): dz = r (scale dy - z r^2 mean(scale dy z))
+        az = (da * z).flatten(3)
+        dscale = (az @ r.view(B, E, -1, 1)).sum(0).view_as(scale)
+        mean = (scale.view(1, E, 1, channels) @ az).view_as(r) / channels
+        dz = da.mul_(scale).addcmul_(z, mean.mul_(r).mul_(r), value=-1).mul_(r)
+        return dz, dc, dscale
+
+
+def lecun_normal(module, fan_in):
+    for name, p in module.named_parameters():
+        if name.endswith("weight"):
+            nn.init.normal_(p, std=fan_in**-0.5)
+        elif name.endswith("bias"):
+            nn.init.zeros_(p)
+
+
+class ConvLSTM(nn.Module):
+    """All experts of one level. The 3x3 convolution of [x, s, h] -> 4d is the sum of three: x does not wait for the
+    recurrence, s is what the experts share, and h is each expert's own (groups)."""
+
+    def __init__(self, inputs, width, experts, lowest):
+        super().__init__()
+        self.conv_x = nn.Conv2d(inputs, experts * 4 * width, 3, padding=1)
+        if not lowest:
+            self.conv_s = nn.Conv2d(width, experts * 4 * width, 3, padding=1, bias=False)
+            self.conv_h = nn.Conv2d(experts * width, experts * 4 * width, 3, padding=1, bias=False, groups=experts)
+        self.scale = nn.Parameter(torch.ones(experts, 4 * width, 1, 1))
+        self.gates = LSTMGates.apply
+        lecun_normal(self, 9 * (inputs + 2 * width * (not lowest)))
+
+    def forward(self, u, s, h, c):
+        """u = conv_x(x) (B, E, 4d, 10, 10); s (B, d or E d, 10, 10); h (B, E d, 10, 10); c (B, E, d, 10, 10)
+        -> h (B, E, d, 10, 10) and c like c"""
+        if s is None:  # the lowest level
+            return self.gates(u, c, self.scale)
+        if h is s:  # with one expert: one convolution with the sum of the weights is exact and costs half
+            z = F.conv2d(s, self.conv_s.weight + self.conv_h.weight, padding=1)
+        else:
+            z = F.conv2d(s, self.conv_s.weight, padding=1, groups=s.shape[1] // c.shape[2]) + self.conv_h(h)
+        return self.gates(u + z.view(u.shape), c, self.scale)
+
+
+class ConvGLU(nn.Module):
+    """All experts of one level, without a state of their own (App. K): 3x3 convolution of [x, s] -> value and gate."""
+
+    def __init__(self, inputs, width, experts, lowest):
+        super().__init__()
+        self.conv_x = nn.Conv2d(inputs, experts * 2 * width, 3, padding=1)
+        if not lowest:
+            self.conv_s = nn.Conv2d(width, experts * 2 * width, 3, padding=1, bias=False)
+        self.scale = nn.Parameter(torch.ones(experts, width, 1, 1))
+        lecun_normal(self, 9 * (inputs + width * (not lowest)))
+
+    def forward(self, u, s, h, c):
+        """As ConvLSTM's; h is not read, c has no channels."""
+        if s is not None:
+            groups = s.shape[1] // self.scale.shape[1]
+            u = u + F.conv2d(s, self.conv_s.weight, padding=1, groups=groups).view(u.shape)
+        z = F.glu(u.float(), 2)
+        return z * torch.rsqrt(z.square().mean((2, 3, 4), keepdim=True) + EPS) * self.scale, c
+
+
+class Agent(nn.Module):
+    """Parallel Experts (Sec. 3 of the paper), policy and value heads."""
+
+    def __init__(self, layers, experts, width, cell="convlstm", aggregate="sqrt_sum", comm_radius=None):
+        super().__init__()
+        self.experts, self.width, self.aggregate = experts, width, aggregate
+        self.embedding = nn.Parameter(torch.randn(2, 5, 16) * 0.1)  # torch's 1.0 learns 10x slower behind the norm
+        cells = {"convlstm": ConvLSTM, "convglu": ConvGLU}
+        self.cells = nn.ModuleList(cells[cell](32, width, experts, l == 0) for l in range(layers))
+        self.merge_logits = nn.Parameter(torch.zeros(layers, experts)) if aggregate == "gate" else None
+        # hears[f, e] = 1 where reader f hears expert e; one row where all readers hear all experts
+        ring = torch.arange(experts)
+        ring = torch.min((ring - ring[:, None]) % experts, (ring[:, None] - ring) % experts)
+        local = comm_radius is not None and comm_radius < experts // 2
+        self.register_buffer("hears", (ring <= comm_radius).float() if local else torch.ones(1, experts), False)
+        self.state_channels = [0]  # nothing is carried
+        self.norm = nn.Parameter(torch.ones(width, 1))
+        self.attention = nn.Linear(width, 1, bias=False)
+        self.dense = nn.Linear(2 * width, 2 * 256)
+        self.actor = nn.Linear(256, 4)
+        self.critic = nn.Linear(256, 1)
+        for layer in (self.attention, self.dense, self.actor, self.critic):
+            lecun_normal(layer, layer.in_features)
+
+    def initial_state(self, batch, device=None):
+        """(batch, channels, 10, 10) of zeros."""
+        return torch.zeros(batch, sum(self.state_channels), 10, 10, device=device)
+
+    def encode(self, obs):
+        """obs (N, 10, 10, 2) uint8 -> (N, 32, 10, 10): one embedding a channel, RMS norm over the board."""
+        classes = torch.arange(5, dtype=torch.uint8, device=obs.device).view(5, 1)
+        one_hot = (obs.view(-1, 1, 100, 2).permute(0, 3, 1, 2) == classes).to(self.embedding.dtype)  # (N, 2, 5, 100)
+        x = (self.embedding.transpose(1, 2) @ one_hot).view(-1, 32, 10, 10)
+        return x * torch.rsqrt(x.square().mean((1, 2, 3), keepdim=True) + EPS)
+
+    def merge(self, h, l, hears):
+        """The outputs of level l's experts (B, E, d, 10, 10), summed for each row of hears -> (B, rows x d, 10, 10)"""
+        if self.experts == 1:
+            return h.flatten(1, 2)
+        n = hears.sum(1, keepdim=True)
+        if self.aggregate == "gate":
+            weights = (self.merge_logits[l] + hears.log()).softmax(1) * n.sqrt()
+        else:
+            weights = hears / n ** {"sqrt_sum": 0.5, "sum": 0, "mean": 1}[self.aggregate]
+        return (weights @ h.flatten(2)).view(len(h), -1, 10, 10)
+
+    def core(self, obs, first, state):
+        """All steps at once, for a rollout (T = 1) and for training (T = n) alike.
+
+        obs (T, B, 10, 10, 2) uint8; first (T, B) and state (B, 0, 10, 10) do not matter here -> what the readout sees
+        at every step (T, B, d, 10, 10), the state.
+        """
+        T, B = first.shape
+        E = self.experts
+        x = self.encode(obs.flatten(0, 1))
+        u = [cell.conv_x(x).view(T * B, E, -1, 10, 10) for cell in self.cells]
+        s = h = None
+        c = x.new_zeros(T * B, E, self.width, 10, 10)
+        for l, cell in enumerate(self.cells):
+            h_l, _ = cell(u[l], s, h, c)
+            s = self.merge(h_l, l, self.hears)
+            h = h_l.flatten(1, 2) if E > 1 else s  # one expert's h is s
+        output = s if len(self.hears) == 1 else self.merge(h_l, l, torch.ones_like(self.hears[:1]))
+        return output.view(T, B, -1, 10, 10), state
+
+    def forward(self, obs, first, state):
+        """-> logits (T, B, 4), value (T, B), state after the last step (see `core`)."""
+        s, state = self.core(obs, first, state)
+        s = s.flatten(3).float()
+        s = s * torch.rsqrt(s.square().mean(2, keepdim=True) + EPS) * self.norm  # (T, B, d, 100)
+        attention = torch.softmax(self.attention.weight @ s, -1)  # (T, B, 1, 100)
+        pooled = torch.cat([(s @ attention.transpose(2, 3)).squeeze(3), s.mean(3)], 2)
+        hidden = F.glu(self.dense(pooled))  # value * sigmoid(gate)
+        return self.actor(hidden).float(), self.critic(hidden).squeeze(2).float(), state
+
+
+def gae(rewards, values, dones, timeouts, gamma, gae_lambda):
+    """Generalised advantage estimation (Schulman et al. 2016) under next-step autoreset.
+
+    rewards (T, B); values, dones, timeouts (T+1, B): dones[t] = 1 says that obs[t] is the last one of its episode (row
+    t then is no step of any), timeouts[t] = 1 to bootstrap from its value. -> advantages (T, B), 0 in such rows.
+    """
+    advantages = torch.zeros_like(rewards)
+    lastgaelam = torch.zeros_like(rewards[0])
+    nextvalues = values * (1 - dones + dones * timeouts)
+    for t in reversed(range(len(rewards))):
+        delta = rewards[t] + gamma * nextvalues[t + 1] - values[t]
+        lastgaelam = (delta + gamma * gae_lambda * (1 - dones[t + 1]) * lastgaelam) * (1 - dones[t])
+        advantages[t] = lastgaelam
+    return advantages
+
+
+def masked_mean(x, mask):
+    return (x * mask).sum() / mask.sum().clamp(min=1)
+
+
+def ppo_loss(agent, mb, args):
+    """Loss of a minibatch of whole sequences, each entry of mb (T, B, ...) but for state (B, ...); rows that are no
+    steps are left out of every mean. -> loss, dict of scalars"""
+    logits, newvalue, _ = agent(mb["obs"], mb["firsts"], mb["state"])
+    logp, valid = logits.log_softmax(-1), 1 - mb["dones"]
+    logratio = (logp.gather(-1, mb["actions"].unsqueeze(-1)).squeeze(-1) - mb["logprobs"]) * valid
+    ratio = logratio.exp()
+    clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    pg_loss = masked_mean(torch.max(-mb["advantages"] * ratio, -mb["advantages"] * clipped), valid)
+    v_loss = 0.5 * masked_mean((newvalue - mb["returns"]).square(), valid)
+    entropy = masked_mean(-(logp.exp() * logp).sum(-1), valid)
+    logit_loss = masked_mean(logits.square().sum(-1), valid)
+    loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss + args.logit_coef * logit_loss
+    scalars = {"policy_loss": pg_loss, "value_loss": v_loss, "entropy": entropy, "squared_logits": logit_loss}
+    scalars["approx_kl"] = masked_mean((ratio - 1) - logratio, valid)
+    scalars["clipfrac"] = masked_mean(((ratio - 1).abs() > args.clip_coef).float(), valid)
+    return loss, {k: v.detach() for k, v in scalars.items()}
+
+
+# ======================================================================================================================
+# Evaluation
+# ======================================================================================================================
+@torch.no_grad()
+def evaluate(agent, levels, device, sample=False, thinking_steps=0, seed=0, stopped=lambda: False):
+    """Play each level once, 120 steps at most, without touching the training's random state.
+
+    levels (N, 10, 10, 2), all different -> dict of solved, returns, lengths (N,) and frames, the grids (4, 10, 10, 2)
+    of the first levels after every step; None where `stopped` answers True.
+    """
+    generator, results, frames = torch.Generator(device=device).manual_seed(seed), [], []
+    for batch in np.split(levels, range(1000, len(levels), 1000)):
+        shards = np.split(batch, range(100, len(batch), 100))
+        envs = Sokoban(shards, [opening_seeds(len(s)) for s in shards])
+        grid, n = envs.first, len(batch)
+        if not (grid == batch[..., ::-1]).all():
+            raise RuntimeError("EnvPool does not open with the wanted levels; is this envpool 1.2.5?")
+        solved, returns, lengths = np.zeros(n, bool), np.zeros(n), np.zeros(n, int)
+        state, first, alive = agent.initial_state(n, device), torch.ones(1, n, device=device), np.arange(n)
+        film = [grid[:4].copy()]
+        for thinking in itertools.count(-thinking_steps):
+            if stopped():
+                return None
+            logits, _, state = agent(torch.from_numpy(grid[alive]).to(device).unsqueeze(0), first, state)
+            first = torch.zeros_like(first)
+            if thinking < 0:  # the same observation again
+                continue
+            probs, actions = logits[0].softmax(-1), np.zeros(n, int)
+            choice = torch.multinomial(probs, 1, generator=generator)[:, 0] if sample else probs.argmax(-1)
+            actions[alive] = choice.cpu().numpy()
+            grid, reward, done, _, success = envs.step(actions)
+            returns[alive] += reward[alive]
+            lengths[alive] += 1
+            solved[alive] = success[alive]
+            film.append(film[-1].copy())
+            film[-1][alive[alive < 4]] = grid[alive[alive < 4]]
+            running = ~done[alive]  # finished episodes leave the batch
+            alive, state, first = alive[running], state[torch.from_numpy(running)], first[:, : running.sum()]
+            if not len(alive):
+                break
+        frames = frames or film
+        results.append((solved, returns, lengths))
+    solved, returns, lengths = map(np.concatenate, zip(*results))
+    return {"solved": solved, "returns": returns, "lengths": lengths, "frames": frames}
+
+
+def summarise(result):
+    """Solve rate with Wilson's 95 % interval, mean return, mean length -> dict of eval/ scalars; prints them."""
+    solved, n = int(result["solved"].sum()), len(result["solved"])
+    interval = binomtest(solved, n).proportion_ci(0.95, "wilson")
+    returns, lengths = result["returns"].mean(), result["lengths"].mean()
+    tqdm.write(
+        f"evaluation: {solved} of {n} levels solved, {solved / n:.2%} (95 % interval {interval.low:.2%} to "
+        f"{interval.high:.2%}), mean return {returns:.2f}, mean length {lengths:.1f}"
+    )
+    return {"eval/solve_rate": solved / n, "eval/episodic_return": returns, "eval/episodic_length": lengths}
+
+
+def write_gif(path, frames):
+    """frames: list of grids (K, 10, 10, 2), movable channel first -> K boards side by side, 16 pixels a square."""
+    colours, wall = np.zeros((5, 3, 3), np.uint8), (84, 84, 92)
+    colours[0] = (222, 214, 196), wall, (232, 150, 140)  # nothing on floor, wall, target
+    colours[3], colours[4] = (58, 110, 200), ((176, 120, 60), wall, (80, 160, 80))  # the agent; a box
+    images = []
+    for grids in frames:
+        pixels = np.concatenate(colours[grids[..., 0], grids[..., 1]], 1).repeat(16, 0).repeat(16, 1)
+        pixels[::16] = pixels[:, ::16] = wall
+        images.append(Image.fromarray(pixels).quantize(16))
+    durations = [1000] + [150] * (len(images) - 2) + [2000]
+    images[0].save(path, save_all=True, append_images=images[1:], duration=durations, loop=0)
+    print(f"wrote {path}")
+
+
+# ======================================================================================================================
+# Records
+# ======================================================================================================================
+class Records:
+    """Scalars to TensorBoard and metrics.csv. What an earlier start of the run wrote after `step` is dropped."""
+
+    def __init__(self, run_dir, step):
+        self.writer = SummaryWriter(run_dir, purge_step=step + 1)
+        path = run_dir / "metrics.csv"
+        lines = path.read_text().splitlines() if path.is_file() else []
+        kept = [line for line in lines if line.count(",") == 2 and line.split(",")[0].isdigit()]
+        kept = ["step,name,value"] + [line for line in kept if int(line.split(",")[0]) <= step]
+        write_atomically(path, "".join(line + "\n" for line in kept).encode())
+        self.file = open(path, "a")
+
+    def write(self, step, scalars):
+        try:
+            self.file.writelines(f"{step},{name},{float(value)}\n" for name, value in scalars.items())
+            self.file.flush()
+            for name, value in scalars.items():
+                self.writer.add_scalar(name, float(value), step)
+            self.writer.flush()
+        except OSError as e:  # a full disk must not end a training
+            tqdm.write(f"could not write the scalars of step {step}: {e}")
+
+
+def save_checkpoint(path, checkpoint):
+    buffer = io.BytesIO()
+    torch.save(checkpoint, buffer)
+    try:
+        write_atomically(path, buffer.getvalue())
+    except OSError as e:
+        tqdm.write(f"could not write {path}: {e}; the previous one stays")
+
+
+def load_checkpoint(path):
+    """Stops with a message where the file is missing, truncated or not one of this script's."""
+    if not Path(path).is_file():
+        fail(f"there is no checkpoint {path}")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        script = checkpoint["script"]
+    except Exception as e:  # torch.load raises half a dozen kinds on a damaged file
+        fail(f"{path} is no whole checkpoint ({type(e).__name__})")
+    if script != Path(__file__).stem:
+        fail(f"{path} was written by {script}.py, not by {Path(__file__).name}")
+    return checkpoint
+
+
+def peak_memory(device):
+    """Peak bytes of the process, on a GPU of the tensors there; 0 where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+if __name__ == "__main__":
+    # ==================================================================================================================
+    # Setup
+    # ==================================================================================================================
+    args = parse_args()
+    if args.torch_threads:
+        torch.set_num_threads(args.torch_threads)
+    if sys.platform == "linux":  # keep freed memory: fetching it anew from the kernel costs a third of an update
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
+        mallopt(-4, 0), mallopt(-1, -1)  # M_MMAP_MAX, M_TRIM_THRESHOLD
+    gpu = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.empty(0, device=gpu if args.device == "auto" else args.device).device
+    except (RuntimeError, AssertionError) as e:
+        fail(f"--device {args.device} cannot be used here ({str(e).splitlines()[0]})")
+    device_rng = getattr(torch, device.type) if device.type != "cpu" else torch  # torch, torch.cuda or torch.mps
+    torch.manual_seed(args.seed)
+    autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=args.amp)
+
+    agent = Agent(args.layers, args.experts, args.width, args.cell, args.aggregate, args.comm_radius).to(device)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-6)
+    model_facts = {
+        "parameters": sum(p.numel() for p in agent.parameters()),
+        "W": work(args.cell, args.layers, args.experts, args.width),
+    }
+    model_facts |= {f"W / {name} budget": round(model_facts["W"] / w, 3) for name, (w, _) in BUDGETS.items()}
+    for batch in (1, 32):
+        board = torch.zeros(1, batch, 10, 10, 2, dtype=torch.uint8, device=device)
+        inputs = board, torch.ones(1, batch, device=device), agent.initial_state(batch, device)
+        with torch.no_grad(), autocast(), FlopCounterMode(display=False) as counter:
+            agent(*inputs)
+        model_facts["flops_per_step"] = counter.get_total_flops() // batch  # forward
+        seconds = []
+        for _ in range(10):
+            clock = time.perf_counter()
+            with torch.no_grad(), autocast():
+                agent(*inputs)[0].cpu()
+            seconds.append(time.perf_counter() - clock)
+        model_facts[f"latency_ms_batch_{batch}"] = round(1000 * float(np.median(seconds)), 3)
+    if args.compile and args.cell == "convlstm":
+        for cell in agent.cells:
+            cell.gates = torch.compile(lstm_gates)
+    print(f"agent L={args.layers} E={args.experts} d={args.width}: {model_facts}")
+    print(f"{device}, {torch.get_num_threads()} torch threads")
+
+    counters = {"iteration": 0, "global_step": 0, "best": -1.0, "elapsed": 0.0}
+    episodes = deque(maxlen=400)  # [return, length, solved] of the last episodes
+    if path := args.evaluate or args.resume and Path(args.resume) / "last.pt":
+        checkpoint = load_checkpoint(path)
+        try:
+            agent.load_state_dict(checkpoint["agent"])
+        except RuntimeError as e:
+            fail(f"{path} holds an agent of another shape: {str(e).splitlines()[1].strip()}")
+        counters = {name: checkpoint[name] for name in counters}
+        episodes.extend(checkpoint["episodes"])
+    iteration, global_step, best, elapsed = counters.values()
+    if args.resume and checkpoint["finished"] and iteration >= args.num_iterations:
+        fail(f"{args.resume} is finished; raise --total-timesteps, or use --evaluate {path}")
+
+    eval_levels, args.eval_levels = load_levels(args.eval_levels, args.offline)
+
+    def play(levels, stopped=lambda: False):
+        with autocast():
+            return evaluate(agent, levels, device, args.eval_sample, args.thinking_steps, args.seed, stopped)
+
+    if args.evaluate:
+        result = play(eval_levels)
+        summarise(result)
+        if args.capture_video:
+            write_gif(Path(args.evaluate).with_suffix(".gif"), result["frames"])
+        sys.exit()
+
+    levels, args.levels = load_levels(args.levels, args.offline, exclude=eval_levels)
+    facts = {"name": args.levels, "count": len(levels), "sha256": level_hash(levels)}
+    if args.track:
+        try:
+            import wandb
+        except ImportError:
+            fail("--track needs Weights & Biases: pip install wandb")
+    if args.resume:
+        run_dir = Path(args.resume)
+        if checkpoint["levels"] != facts:
+            fail(f"{run_dir} was trained on {checkpoint['levels']}, and the levels available now are {facts}")
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        print(f"going on at step {global_step:,}; new episodes begin, from zero state: EnvPool cannot be saved")
+    else:
+        name = f"L{args.layers}E{args.experts}d{args.width}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        name = f"{Path(__file__).stem}__{Path(args.levels).name}__{name}"
+        for i in itertools.count(1):  # two runs that start in the same second get two folders
+            run_dir = Path(args.runs_dir) / (name + (f"-{i}" if i > 1 else ""))
+            try:
+                run_dir.mkdir(parents=True)
+                break
+            except FileExistsError:
+                continue
+            except OSError as e:
+                fail(f"--runs-dir {args.runs_dir} cannot be written to ({e})")
+    status, commit = subprocess.getstatusoutput(f'git -C "{Path(__file__).parent}" rev-parse HEAD')
+    about = {
+        "args": asdict(args),
+        "levels": facts,
+        "eval_levels": {"name": args.eval_levels, "count": len(eval_levels), "sha256": level_hash(eval_levels)},
+        "model": model_facts,
+        "versions": {m.__name__: m.__version__ for m in (torch, envpool, np)} | {"python": sys.version.split()[0]},
+        "git_commit": None if status else commit,
+        "machine": f"{platform.platform()}, {device}, {torch.get_num_threads()} torch threads",
+    }
+    write_atomically(run_dir / "args.json", (json.dumps(about, indent=1) + "\n").encode())
+    if args.track:
+        wandb.init(
+            project="temporal-recurrence", id=run_dir.name, config=asdict(args), resume="allow", sync_tensorboard=True
+        )
+    records = Records(run_dir, global_step)
+    # other seeds after a resume: the same ones would bring the same levels again
+    envs = Sokoban(*training_shards(levels, args.num_envs, [args.seed, iteration]), args.max_episode_steps)
+    print(f"EnvPool serves {args.levels} in {len(envs.pools)} pools: first observations checked")
+    if args.resume:  # last, since what came before may have drawn random numbers
+        torch.set_rng_state(checkpoint["rng"][0])
+        device_rng.set_rng_state(checkpoint["rng"][1])
+
+    def save(name, finished=False):
+        checkpoint = {
+            "script": Path(__file__).stem,
+            "args": asdict(args),
+            "agent": agent.state_dict(),
+            "optimizer": optimizer.state_dict() if name == "last.pt" else None,  # the best one is for evaluation
+            "iteration": iteration,
+            "global_step": global_step,
+            "best": best,
+            "elapsed": elapsed + time.time() - start_time,
+            "episodes": list(episodes),
+            "rng": [torch.get_rng_state(), device_rng.get_rng_state()],
+            "levels": facts,
+            "finished": finished,
+        }
+        save_checkpoint(run_dir / name, checkpoint)
+
+    signals = []
+
+    def on_signal(signum, frame):  # finish the iteration and save; a second Ctrl-C does not wait for that
+        signals.append(signum)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, on_signal)
+    signal.signal(signal.SIGTERM, on_signal)
+
+    # ==================================================================================================================
+    # Loop
+    # ==================================================================================================================
+    T, N = args.num_steps, args.num_envs
+    obs = torch.zeros(T, N, 10, 10, 2, dtype=torch.uint8, device=device)
+    actions = torch.zeros(T, N, dtype=torch.long, device=device)
+    logprobs, rewards, firsts = (torch.zeros(T, N, device=device) for _ in range(3))
+    values, dones, timeouts = (torch.zeros(T + 1, N, device=device) for _ in range(3))
+
+    next_obs = torch.from_numpy(envs.first).to(device)
+    next_done = next_timeout = torch.zeros(N, device=device)
+    next_first = torch.ones(N, device=device)  # next_obs opens an episode
+    next_state = agent.initial_state(N, device)
+    episode_return, episode_length, was_done = np.zeros(N), np.zeros(N, int), np.zeros(N, bool)
+    done_rows, quiet = iteration * args.batch_size, not sys.stderr.isatty()
+    bar = tqdm(
+        None,
+        "",
+        args.total_timesteps,
+        initial=done_rows,
+        unit="step",
+        unit_scale=True,
+        mininterval=30 if quiet else 0.5,
+    )
+    timers, sums, updates = defaultdict(float), defaultdict(float), 0
+    start_time = logged_time = time.time()
+    logged_step, first_iteration = global_step, iteration + 1
+    saved, evaluated = global_step // args.checkpoint_every, global_step // max(args.eval_every, 1)
+
+    for iteration in range(first_iteration, args.num_iterations + 1):
+        if args.anneal_lr:
+            optimizer.param_groups[0]["lr"] = (1 - (iteration - 1) / args.num_iterations) * args.learning_rate
+
+        # rollout
+        rollout_state = next_state
+        for step in range(T):
+            clock = time.perf_counter()
+            obs[step], dones[step], timeouts[step], firsts[step] = next_obs, next_done, next_timeout, next_first
+            with torch.no_grad(), autocast():
+                logits, value, next_state = agent(next_obs.unsqueeze(0), next_first.unsqueeze(0), next_state)
+            logp = logits[0].log_softmax(-1)
+            action = torch.multinomial(logp.exp(), 1)
+            values[step], actions[step], logprobs[step] = value[0], action[:, 0], logp.gather(1, action)[:, 0]
+            action = action[:, 0].cpu().numpy()
+            timers["inference"] += time.perf_counter() - clock
+
+            clock = time.perf_counter()
+            next_first = next_done  # where next_obs was an episode's last, this step is the autoreset
+            grid, reward, done, timeout, solved = envs.step(action)
+            timers["environment"] += time.perf_counter() - clock
+            rewards[step] = torch.from_numpy(reward).to(device)
+            next_obs = torch.from_numpy(grid).to(device)
+            next_done, next_timeout = (torch.from_numpy(x).to(device, torch.float32) for x in (done, timeout))
+            episode_return += reward
+            episode_length += ~was_done
+            global_step += int(N - was_done.sum())
+            for i in np.flatnonzero(done):
+                episodes.append([float(episode_return[i]), int(episode_length[i]), bool(solved[i])])
+            episode_return[done] = episode_length[done] = 0
+            was_done = done
+
+        # advantages; the state after the value call is dropped: the next rollout reads this observation again
+        with torch.no_grad(), autocast():
+            values[T] = agent(next_obs.unsqueeze(0), next_first.unsqueeze(0), next_state)[1][0]
+        dones[T], timeouts[T] = next_done, next_timeout
+        advantages = gae(rewards, values, dones, timeouts * args.bootstrap_time_limit, args.gamma, args.gae_lambda)
+        returns = advantages + values[:T]
+        batch = {"obs": obs, "firsts": firsts, "dones": dones[:T], "actions": actions, "logprobs": logprobs}
+        batch |= {"advantages": advantages, "returns": returns}
+
+        # update
+        clock = time.perf_counter()
+        for _ in range(args.update_epochs):
+            order = torch.randperm(N) if args.num_minibatches > 1 else torch.arange(N)
+            for mb_envs in order.to(device).chunk(args.num_minibatches):
+                mb = {k: v[:, mb_envs] for k, v in batch.items()} | {"state": rollout_state[mb_envs]}
+                with autocast():
+                    loss, scalars = ppo_loss(agent, mb, args)
+                optimizer.zero_grad()
+                loss.backward()
+                scalars["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+                optimizer.step()
+                updates += 1
+                for k, v in scalars.items():
+                    sums[k] += v
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # so that the timers tell the truth
+        timers["update"] += time.perf_counter() - clock
+        bar.update(args.batch_size)
+
+        # evaluation
+        last, result = iteration == args.num_iterations, None
+        if args.eval_every and not last and global_step // args.eval_every > evaluated:
+            evaluated = global_step // args.eval_every
+            clock = time.perf_counter()
+            result = play(eval_levels[:256], lambda: signals)
+            timers["evaluation"] += time.perf_counter() - clock
+
+        # records
+        stop = bool(signals)
+        saving = global_step // args.checkpoint_every > saved or last or stop
+        if result or saving or iteration % args.log_every == 0:
+            seconds, valid = time.time() - logged_time, 1 - dones[:T]
+            variance = masked_mean((returns - masked_mean(returns, valid)).square(), valid)
+            unexplained = masked_mean((returns - values[:T]).square(), valid) / variance.clamp(min=1e-8)
+            scalars = {f"losses/{k}": float(v) / updates for k, v in sums.items()}
+            scalars["losses/explained_variance"] = 1 - float(unexplained)
+            if not all(map(math.isfinite, scalars.values())):
+                fail(f"a loss is not finite at step {global_step:,}: {scalars}; {run_dir}/last.pt is from before")
+            scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+            scalars["charts/SPS"] = (global_step - logged_step) / seconds
+            scalars["charts/env_SPS"] = (global_step - logged_step) / timers["environment"]
+            scalars |= {f"stats/time_{k}": v / seconds for k, v in timers.items()}  # shares of the wall-clock time
+            scalars["stats/peak_memory_MB"] = peak_memory(device) / 1e6
+            if episodes:
+                means = np.mean(episodes, 0)
+                scalars |= dict(zip(("charts/episodic_return", "charts/episodic_length", "charts/solve_rate"), means))
+                bar.set_postfix_str("return {:.2f}, length {:.0f}, solved {:.1%}".format(*means), False)
+            if result:
+                scalars |= summarise(result)
+            records.write(global_step, scalars)
+            timers.clear(), sums.clear()
+            logged_time, logged_step, updates = time.time(), global_step, 0
+        if result and scalars["eval/solve_rate"] > best:
+            best = scalars["eval/solve_rate"]
+            save("best.pt")
+        if saving:
+            saved = global_step // args.checkpoint_every
+            save("last.pt")
+        if stop:
+            break
+    bar.close()
+
+    # the whole evaluation set, once
+    result = None if signals else play(eval_levels, lambda: signals)
+    if not result:
+        print(f"stopped by signal {signals[0]}; go on with: python {sys.argv[0]} --resume {run_dir}")
+        sys.exit(128 + signals[0])
+    scalars = summarise(result)
+    records.write(global_step, scalars)
+    if args.capture_video:
+        write_gif(run_dir / "evaluation.gif", result["frames"])
+    if best < 0:  # there was no evaluation before
+        best = scalars["eval/solve_rate"]
+        save("best.pt")
+    save("last.pt", finished=True)
+    print(f"{global_step:,} steps in {elapsed + time.time() - start_time:,.0f} s, peak memory "
+          f"{peak_memory(device) / 1e6:,.0f} MB; records and checkpoints in {run_dir}")  # fmt: skip
