@@ -11,6 +11,7 @@ zero state, and the first level reads the observation alone. `diff sokoban_drc_p
 Sections: Args, Levels, Environment, Model, Evaluation, Records, Setup, Loop.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -21,6 +22,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,7 +42,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 import tyro
 from PIL import Image
-from scipy.stats import binomtest
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -183,27 +184,38 @@ def allocation(budget, layers):
 def parse_args(argv=None):
     """Read and check the command line; with --resume or --evaluate the saved run's settings are the defaults."""
     args = tyro.cli(Args, args=argv)
-    if args.resume and args.evaluate:
+    if args.resume is not None and args.evaluate is not None:
         fail("--resume and --evaluate exclude each other")
     if args.resume or args.evaluate:
         path = args.evaluate or Path(args.resume) / "args.json"
         try:
             saved = load_checkpoint(path)["args"] if args.evaluate else json.loads(path.read_text())["args"]
-            used = MODEL_ARGS + ("eval_levels", "seed", "amp") if args.evaluate else [f.name for f in fields(Args)]
-            saved = {f.name: saved[f.name] for f in fields(Args) if f.init and f.name in used}
+            used = MODEL_ARGS + ("eval_levels", "seed", "amp") if args.evaluate else saved
+            saved = {f.name: saved[f.name] for f in fields(Args) if f.init and f.name in used and f.name in saved}
         except (OSError, ValueError, KeyError, TypeError) as e:
-            fail(f"{path} is missing or damaged ({type(e).__name__}: {e})")
+            fail(f"{path} is missing or damaged ({type(e).__name__}: {e}); --resume takes a run's folder")
         args = tyro.cli(Args, args=argv, default=Args(**saved))
-        for name in MODEL_ARGS if args.evaluate else saved.keys() - set(CHANGEABLE):
-            if getattr(args, name) != saved[name]:
-                flag = "--" + name.replace("_", "-")
-                fail(f"{flag} {getattr(args, name)} differs from the saved run's {saved[name]}; omit {flag}")
-    for name, least in AT_LEAST.items():
-        if getattr(args, name) < least:
-            fail(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(args, name)}")
+    for f in fields(Args):
+        flag, value = "--" + f.name.replace("_", "-"), getattr(args, f.name)
+        if value == "":
+            fail(f"{flag} is empty")
+        if f.name in AT_LEAST and not AT_LEAST[f.name] <= value < 2**31:
+            fail(f"{flag} must be at least {AT_LEAST[f.name]} and below {2**31:,}, not {value}")
+        if f.type is float and not 0 <= value <= (1 if f.name in ("gamma", "gae_lambda") else sys.float_info.max):
+            fail(f"{flag} {value} is out of its range")
+    for name in ("levels", "eval_levels"):  # a path must mean the same in another working directory
+        value = getattr(args, name)
+        if value not in (*KINDS, "boxoban", "boxoban-test"):
+            setattr(args, name, str(Path(value).resolve()))
     if args.budget:
         args.experts, args.width = allocation(args.budget, args.layers)
-    if args.num_envs % args.num_minibatches:
+    if args.resume or args.evaluate:
+        for name in saved:
+            free = name not in MODEL_ARGS if args.evaluate else name in CHANGEABLE
+            if not free and getattr(args, name) != saved[name]:
+                flag = "--" + name.replace("_", "-")
+                fail(f"{flag} {getattr(args, name)} differs from the saved run's {saved[name]}; omit {flag}")
+    if args.num_envs % args.num_minibatches and not args.evaluate:
         fail(f"--num-envs {args.num_envs} is not divisible by --num-minibatches {args.num_minibatches}")
     args.batch_size = args.num_envs * args.num_steps
     args.num_iterations = args.total_timesteps // args.batch_size
@@ -276,31 +288,33 @@ def read_levels(path):
     path = Path(path)
     if not path.exists():
         fail(f"levels {path}: no such file or folder, and not one of boxoban, boxoban-test, {', '.join(KINDS)}")
-    if path.suffix != ".npy":
-        files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
-        if not files:
-            fail(f"{path}: no .txt file in this folder")
-        return np.concatenate([parse_levels(f.read_bytes(), f) for f in files])
     try:
-        levels = np.load(path, allow_pickle=False)
-    except (ValueError, OSError, EOFError) as e:
-        fail(f"{path}: not a readable .npy file ({e})")
+        if path.suffix != ".npy":
+            files = sorted(f for f in path.rglob("*.txt") if f.is_file()) if path.is_dir() else [path]
+            if not files:
+                fail(f"{path}: no .txt file in this folder")
+            return np.concatenate([parse_levels(f.read_bytes().removeprefix(b"\xef\xbb\xbf"), f) for f in files])
+        levels = np.lib.format.open_memmap(path, mode="r")
+    except Exception as e:  # a damaged .npy header raises many kinds
+        fail(f"{path}: not a readable level file ({type(e).__name__}: {e})")
     if levels.dtype != np.uint8 or levels.shape[1:] != (10, 10, 2) or not len(levels):
         fail(f"{path}: {levels.dtype} {levels.shape}; uint8 (N, 10, 10, 2) wanted, [..., 0] fixed, [..., 1] movable")
-    return check_levels(levels, path)
+    return check_levels(np.array(levels), path)
 
 
 def write_atomically(path, data):
     """All of the bytes or none, also over a kill or a power cut."""
-    tmp = Path(f"{path}.{os.getpid()}.tmp")
+    tmp = f"{path}.{os.getpid()}.tmp"
     try:
         with open(tmp, "wb") as f:
             f.write(data)
             f.flush()
             os.fsync(f.fileno())
         os.replace(tmp, path)
-    finally:
-        tmp.unlink(missing_ok=True)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(tmp)
+        raise
 
 
 def boxoban_train(offline):
@@ -793,13 +807,12 @@ def evaluate(agent, levels, device, sample=False, thinking_steps=0, seed=0, stop
 
 def summarise(result):
     """Solve rate with Wilson's 95 % interval, mean return, mean length -> dict of eval/ scalars; prints them."""
-    solved, n = int(result["solved"].sum()), len(result["solved"])
-    interval = binomtest(solved, n).proportion_ci(0.95, "wilson")
+    solved, n, z = int(result["solved"].sum()), len(result["solved"]), 1.959964
+    centre, half = solved + z**2 / 2, z * math.sqrt(solved * (n - solved) / n + z**2 / 4)  # Wilson 1927
+    low, high = (centre - half) / (n + z**2), (centre + half) / (n + z**2)
     returns, lengths = result["returns"].mean(), result["lengths"].mean()
-    tqdm.write(
-        f"evaluation: {solved} of {n} levels solved, {solved / n:.2%} (95 % interval {interval.low:.2%} to "
-        f"{interval.high:.2%}), mean return {returns:.2f}, mean length {lengths:.1f}"
-    )
+    tqdm.write(f"evaluation: {solved} of {n} levels solved, {solved / n:.2%} (95 % interval {low:.2%} to "
+               f"{high:.2%}), mean return {returns:.2f}, mean length {lengths:.1f}")  # fmt: skip
     return {"eval/solve_rate": solved / n, "eval/episodic_return": returns, "eval/episodic_length": lengths}
 
 
@@ -814,8 +827,11 @@ def write_gif(path, frames):
         pixels[::16] = pixels[:, ::16] = wall
         images.append(Image.fromarray(pixels).quantize(16))
     durations = [1000] + [150] * (len(images) - 2) + [2000]
-    images[0].save(path, save_all=True, append_images=images[1:], duration=durations, loop=0)
-    print(f"wrote {path}")
+    try:
+        images[0].save(path, save_all=True, append_images=images[1:], duration=durations, loop=0)
+        print(f"wrote {path}")
+    except OSError as e:
+        print(f"could not write {path}: {e}")
 
 
 # ======================================================================================================================
@@ -825,13 +841,13 @@ class Records:
     """Scalars to TensorBoard and metrics.csv. What an earlier start of the run wrote after `step` is dropped."""
 
     def __init__(self, run_dir, step):
-        self.writer = SummaryWriter(run_dir, purge_step=step + 1)
-        path = run_dir / "metrics.csv"
-        lines = path.read_text().splitlines() if path.is_file() else []
+        self.run_dir, path = run_dir, run_dir / "metrics.csv"
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         kept = [line for line in lines if line.count(",") == 2 and line.split(",")[0].isdigit()]
         kept = ["step,name,value"] + [line for line in kept if int(line.split(",")[0]) <= step]
         write_atomically(path, "".join(line + "\n" for line in kept).encode())
         self.file = open(path, "a")
+        self.writer = SummaryWriter(run_dir, purge_step=step + 1)
 
     def write(self, step, scalars):
         try:
@@ -842,6 +858,7 @@ class Records:
             self.writer.flush()
         except OSError as e:  # a full disk must not end a training
             tqdm.write(f"could not write the scalars of step {step}: {e}")
+            self.writer = SummaryWriter(self.run_dir)  # its thread has ended
 
 
 def save_checkpoint(path, checkpoint):
@@ -849,8 +866,10 @@ def save_checkpoint(path, checkpoint):
     torch.save(checkpoint, buffer)
     try:
         write_atomically(path, buffer.getvalue())
+        return True
     except OSError as e:
         tqdm.write(f"could not write {path}: {e}; the previous one stays")
+        return False
 
 
 def load_checkpoint(path):
@@ -957,24 +976,10 @@ if __name__ == "__main__":
             import wandb
         except ImportError:
             fail("--track needs Weights & Biases: pip install wandb")
-    if args.resume:
-        run_dir = Path(args.resume)
-        if checkpoint["levels"] != facts:
-            fail(f"{run_dir} was trained on {checkpoint['levels']}, and the levels available now are {facts}")
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        print(f"going on at step {global_step:,}; new episodes begin, from zero state: EnvPool cannot be saved")
-    else:
-        name = f"L{args.layers}E{args.experts}d{args.width}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        name = f"{Path(__file__).stem}__{Path(args.levels).name}__{name}"
-        for i in itertools.count(1):  # two runs that start in the same second get two folders
-            run_dir = Path(args.runs_dir) / (name + (f"-{i}" if i > 1 else ""))
-            try:
-                run_dir.mkdir(parents=True)
-                break
-            except FileExistsError:
-                continue
-            except OSError as e:
-                fail(f"--runs-dir {args.runs_dir} cannot be written to ({e})")
+    # other seeds after a resume: the same ones would bring the same levels again
+    envs = Sokoban(*training_shards(levels, args.num_envs, [args.seed, iteration]), args.max_episode_steps)
+    print(f"EnvPool serves {args.levels} in {len(envs.pools)} pools: first observations checked")
+
     status, commit = subprocess.getstatusoutput(f'git -C "{Path(__file__).parent}" rev-parse HEAD')
     about = {
         "args": asdict(args),
@@ -985,15 +990,37 @@ if __name__ == "__main__":
         "git_commit": None if status else commit,
         "machine": f"{platform.platform()}, {device}, {torch.get_num_threads()} torch threads",
     }
-    write_atomically(run_dir / "args.json", (json.dumps(about, indent=1) + "\n").encode())
+    if args.resume:
+        run_dir = Path(args.resume)
+        if checkpoint["levels"]["sha256"] != facts["sha256"]:
+            fail(f"{run_dir} was trained on {checkpoint['levels']}, and the levels available now are {facts}")
+        if checkpoint["optimizer"] is None:
+            fail(f"{path} has no optimizer's state: it is a copy of best.pt")
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        print(f"going on at step {global_step:,}; new episodes begin, from zero state: EnvPool cannot be saved")
+    else:
+        name = f"L{args.layers}E{args.experts}d{args.width}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        name = f"{Path(__file__).stem}__{Path(args.levels).name[:100]}__{name}"
+        for i in itertools.count(1):  # two runs that start in the same second get two folders
+            run_dir = Path(args.runs_dir) / (name + (f"-{i}" if i > 1 else ""))
+            try:
+                run_dir.mkdir(parents=True)
+                break
+            except FileExistsError:
+                continue
+            except OSError as e:
+                fail(f"--runs-dir {args.runs_dir} cannot be written to ({e})")
+    try:
+        write_atomically(run_dir / "args.json", (json.dumps(about, indent=1) + "\n").encode())
+        records = Records(run_dir, global_step)
+    except OSError as e:
+        if not args.resume:
+            shutil.rmtree(run_dir)
+        fail(f"{run_dir} cannot be written to ({e})")
     if args.track:
         wandb.init(
             project="temporal-recurrence", id=run_dir.name, config=asdict(args), resume="allow", sync_tensorboard=True
         )
-    records = Records(run_dir, global_step)
-    # other seeds after a resume: the same ones would bring the same levels again
-    envs = Sokoban(*training_shards(levels, args.num_envs, [args.seed, iteration]), args.max_episode_steps)
-    print(f"EnvPool serves {args.levels} in {len(envs.pools)} pools: first observations checked")
     if args.resume:  # last, since what came before may have drawn random numbers
         torch.set_rng_state(checkpoint["rng"][0])
         device_rng.set_rng_state(checkpoint["rng"][1])
@@ -1013,7 +1040,7 @@ if __name__ == "__main__":
             "levels": facts,
             "finished": finished,
         }
-        save_checkpoint(run_dir / name, checkpoint)
+        return save_checkpoint(run_dir / name, checkpoint)
 
     signals = []
 
@@ -1113,6 +1140,9 @@ if __name__ == "__main__":
             torch.cuda.synchronize()  # so that the timers tell the truth
         timers["update"] += time.perf_counter() - clock
         bar.update(args.batch_size)
+        if not math.isfinite(sum(p.detach().sum() for p in agent.parameters())):
+            bar.close()
+            fail(f"the weights are not finite after step {global_step:,}; checkpoints in {run_dir} are from before")
 
         # evaluation
         last, result = iteration == args.num_iterations, None
@@ -1131,8 +1161,6 @@ if __name__ == "__main__":
             unexplained = masked_mean((returns - values[:T]).square(), valid) / variance.clamp(min=1e-8)
             scalars = {f"losses/{k}": float(v) / updates for k, v in sums.items()}
             scalars["losses/explained_variance"] = 1 - float(unexplained)
-            if not all(map(math.isfinite, scalars.values())):
-                fail(f"a loss is not finite at step {global_step:,}: {scalars}; {run_dir}/last.pt is from before")
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
             scalars["charts/SPS"] = (global_step - logged_step) / seconds
             scalars["charts/env_SPS"] = (global_step - logged_step) / timers["environment"]
@@ -1164,11 +1192,12 @@ if __name__ == "__main__":
         sys.exit(128 + signals[0])
     scalars = summarise(result)
     records.write(global_step, scalars)
-    if args.capture_video:
-        write_gif(run_dir / "evaluation.gif", result["frames"])
     if best < 0:  # there was no evaluation before
         best = scalars["eval/solve_rate"]
         save("best.pt")
-    save("last.pt", finished=True)
+    if not save("last.pt", finished=True):
+        sys.exit(1)
+    if args.capture_video:
+        write_gif(run_dir / "evaluation.gif", result["frames"])
     print(f"{global_step:,} steps in {elapsed + time.time() - start_time:,.0f} s, peak memory "
           f"{peak_memory(device) / 1e6:,.0f} MB; records and checkpoints in {run_dir}")  # fmt: skip

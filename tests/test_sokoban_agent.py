@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import drc, moves_of, needs_compiler
+from scipy.stats import binomtest
 
 
 def boards(T, B, seed=0):
@@ -370,6 +371,14 @@ def test_evaluation_of_known_solutions():
     assert result["solved"].all() and np.array_equal(result["lengths"], lengths)
     # 4 boxes come onto targets for +1 (on and off cancels), +10 at the end, -0.1 a step
     assert np.allclose(result["returns"], 14 - 0.1 * lengths, atol=1e-3)
+
+
+def test_interval_is_wilsons(capsys):
+    for solved, n in ((0, 7), (7, 7), (123, 256), (998, 999)):
+        played = {"solved": np.arange(n) < solved, "returns": np.zeros(n), "lengths": np.ones(n)}
+        assert drc.summarise(played)["eval/solve_rate"] == solved / n
+        interval = binomtest(solved, n).proportion_ci(0.95, "wilson")
+        assert f"(95 % interval {interval.low:.2%} to {interval.high:.2%})" in capsys.readouterr().out
 
 
 def test_thinking_steps_only_advance_the_state():
