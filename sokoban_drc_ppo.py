@@ -611,14 +611,17 @@ class ConvLSTM(nn.Module):
         self.gates = LSTMGates.apply
         lecun_normal(self, 9 * (inputs + 2 * width))
 
-    def forward(self, u, s, h, c):
+    def kernel(self):
+        """The weights that read s; one expert's h is s, so that one convolution with the sum of both is exact."""
+        return self.conv_s.weight + self.conv_h.weight if self.conv_h.groups == 1 else self.conv_s.weight
+
+    def forward(self, kernel, u, s, h, c):
         """u = conv_x(x) (B, E, 4d, 10, 10); s (B, d or E d, 10, 10); h (B, E d, 10, 10); c (B, E, d, 10, 10)
         -> h (B, E, d, 10, 10) and c like c"""
-        if h is s:  # with one expert: one convolution with the sum of the weights is exact and costs half
-            z = F.conv2d(s, self.conv_s.weight + self.conv_h.weight, padding=1)
-        else:
-            z = F.conv2d(s, self.conv_s.weight, padding=1, groups=s.shape[1] // c.shape[2]) + self.conv_h(h)
-        return self.gates(u + z.view(u.shape), c, self.scale)
+        z = u + F.conv2d(s, kernel, padding=1, groups=s.shape[1] // c.shape[2]).view(u.shape)
+        if h is not s:
+            z = z + self.conv_h(h).view(u.shape)
+        return self.gates(z, c, self.scale)
 
 
 class ConvGLU(nn.Module):
@@ -631,10 +634,12 @@ class ConvGLU(nn.Module):
         self.scale = nn.Parameter(torch.ones(experts, width, 1, 1))
         lecun_normal(self, 9 * (inputs + width))
 
-    def forward(self, u, s, h, c):
+    def kernel(self):
+        return self.conv_s.weight
+
+    def forward(self, kernel, u, s, h, c):
         """As ConvLSTM's; h is not read, c has no channels."""
-        groups = s.shape[1] // self.scale.shape[1]
-        z = u + F.conv2d(s, self.conv_s.weight, padding=1, groups=groups).view(u.shape)
+        z = u + F.conv2d(s, kernel, padding=1, groups=s.shape[1] // self.scale.shape[1]).view(u.shape)
         z = F.glu(z.float(), 2)
         return z * torch.rsqrt(z.square().mean((2, 3, 4), keepdim=True) + EPS) * self.scale, c
 
@@ -699,13 +704,15 @@ class Agent(nn.Module):
         u = [cell.conv_x(x).view(T, B, E, -1, 10, 10).unbind(0) for cell in self.cells]
         s, *c, h = state.split(self.state_channels, 1)
         c = [c_l.view(B, E, c_l.shape[1] // E, 10, 10) for c_l in c]
-        outputs = []
-        for t in range(T):
-            keep = (1 - first[t]).view(B, 1, 1, 1)
-            s, c = s * keep, [c_l * keep.unsqueeze(4) for c_l in c]
-            h = h * keep if E > 1 else s  # one expert's h is s
+        h = h if E > 1 else s  # one expert's h is s
+        kernels, outputs = [cell.kernel() for cell in self.cells], []
+        for t, opens in enumerate(first.any(1).tolist()):
+            if opens:
+                keep = (1 - first[t]).view(B, 1, 1, 1)
+                s, c = s * keep, [c_l * keep.unsqueeze(4) for c_l in c]
+                h = h * keep if E > 1 else s
             for l, cell in enumerate(self.cells):
-                h_l, c[l] = cell(u[l][t], s, h, c[l])
+                h_l, c[l] = cell(kernels[l], u[l][t], s, h, c[l])
                 s = self.merge(h_l, l, self.hears)
                 h = h_l.flatten(1, 2) if E > 1 else s
             outputs.append(s if len(self.hears) == 1 else self.merge(h_l, l, torch.ones_like(self.hears[:1])))

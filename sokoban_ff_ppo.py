@@ -612,16 +612,17 @@ class ConvLSTM(nn.Module):
         self.gates = LSTMGates.apply
         lecun_normal(self, 9 * (inputs + 2 * width * (not lowest)))
 
-    def forward(self, u, s, h, c):
+    def kernel(self):
+        """The weights that read s; one expert's h is s, so that one convolution with the sum of both is exact."""
+        return self.conv_s.weight + self.conv_h.weight if self.conv_h.groups == 1 else self.conv_s.weight
+
+    def forward(self, kernel, u, s, h, c):
         """u = conv_x(x) (B, E, 4d, 10, 10); s (B, d or E d, 10, 10); h (B, E d, 10, 10); c (B, E, d, 10, 10)
         -> h (B, E, d, 10, 10) and c like c"""
-        if s is None:  # the lowest level
-            return self.gates(u, c, self.scale)
-        if h is s:  # with one expert: one convolution with the sum of the weights is exact and costs half
-            z = F.conv2d(s, self.conv_s.weight + self.conv_h.weight, padding=1)
-        else:
-            z = F.conv2d(s, self.conv_s.weight, padding=1, groups=s.shape[1] // c.shape[2]) + self.conv_h(h)
-        return self.gates(u + z.view(u.shape), c, self.scale)
+        z = u if s is None else u + F.conv2d(s, kernel, padding=1, groups=s.shape[1] // c.shape[2]).view(u.shape)
+        if h is not s:
+            z = z + self.conv_h(h).view(u.shape)
+        return self.gates(z, c, self.scale)
 
 
 class ConvGLU(nn.Module):
@@ -635,12 +636,17 @@ class ConvGLU(nn.Module):
         self.scale = nn.Parameter(torch.ones(experts, width, 1, 1))
         lecun_normal(self, 9 * (inputs + width * (not lowest)))
 
-    def forward(self, u, s, h, c):
+    def kernel(self):
+        return self.conv_s.weight
+
+    def forward(self, kernel, u, s, h, c):
         """As ConvLSTM's; h is not read, c has no channels."""
-        if s is not None:
-            groups = s.shape[1] // self.scale.shape[1]
-            u = u + F.conv2d(s, self.conv_s.weight, padding=1, groups=groups).view(u.shape)
-        z = F.glu(u.float(), 2)
+        z = (
+            u
+            if s is None
+            else u + F.conv2d(s, kernel, padding=1, groups=s.shape[1] // self.scale.shape[1]).view(u.shape)
+        )
+        z = F.glu(z.float(), 2)
         return z * torch.rsqrt(z.square().mean((2, 3, 4), keepdim=True) + EPS) * self.scale, c
 
 
@@ -703,7 +709,7 @@ class Agent(nn.Module):
         s = h = None
         c = x.new_zeros(T * B, E, self.width, 10, 10)
         for l, cell in enumerate(self.cells):
-            h_l, _ = cell(u[l], s, h, c)
+            h_l, _ = cell(cell.kernel() if l else None, u[l], s, h, c)
             s = self.merge(h_l, l, self.hears)
             h = h_l.flatten(1, 2) if E > 1 else s  # one expert's h is s
         output = s if len(self.hears) == 1 else self.merge(h_l, l, torch.ones_like(self.hears[:1]))

@@ -1,6 +1,6 @@
-"""How fast the Sokoban agent trains here, and how much of that time its convolutions need when called alone.
+"""How fast the Sokoban agents train here, and how much of that time its convolutions need when called alone.
 
-    python tests/benchmark_sokoban.py                 # about 4 minutes on 2 cores
+    python tests/benchmark_sokoban.py                 # about 8 minutes on 2 cores
 
 For each (layers, experts, width): `share` = time of the convolutions alone, called as the script calls them (20
 single-step forward passes without gradient, then the training forward and backward pass) / time of the whole loop of
@@ -21,7 +21,8 @@ import torch.nn.functional as F
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-import sokoban_drc_ppo as script  # noqa: E402
+import sokoban_drc_ppo as drc  # noqa: E402
+import sokoban_ff_ppo as ff  # noqa: E402
 
 T, N = 20, 32
 
@@ -58,20 +59,13 @@ def time_convolutions(calls, train):
     return time.perf_counter() - start
 
 
-def loop_seconds(shape, iterations):
+def loop_seconds(script, shape, iterations):
     """Run the script itself -> seconds an iteration, and the environment's share of them, from its own records."""
     with tempfile.TemporaryDirectory() as folder:
         levels = Path(folder) / "levels.npy"
         np.save(levels, script.generate_levels("easy", 1000, seed=7)[0])
         np.save(Path(folder) / "eval.npy", script.generate_levels("easy", 8, seed=8)[0])
-        command = [
-            sys.executable,
-            ROOT / "sokoban_drc_ppo.py",
-            "--levels",
-            levels,
-            "--eval-levels",
-            f"{folder}/eval.npy",
-        ]
+        command = [sys.executable, script.__file__, "--levels", levels, "--eval-levels", f"{folder}/eval.npy"]
         for flag, value in zip(("--layers", "--experts", "--width"), shape):
             command += [flag, value]
         command += ["--num-envs", N, "--num-steps", T, "--update-epochs", 1, "--num-minibatches", 1, "--eval-every", 0]
@@ -87,13 +81,14 @@ def loop_seconds(shape, iterations):
 if __name__ == "__main__":
     torch.manual_seed(0)
     print(f"{torch.get_num_threads()} torch threads, {N} environments x {T} steps, fp32; medians of 2 turns")
-    pass_seconds = []
-    for shape, iterations in {(4, 1, 64): 8, (2, 6, 32): 8, (1, 1, 16): 120}.items():
+    pass_seconds, rates = [], {}
+    shapes = {(drc, 4, 1, 64): 8, (drc, 2, 6, 32): 8, (drc, 1, 1, 16): 120, (ff, 8, 2, 32): 8, (ff, 4, 1, 64): 8}
+    for (script, *shape), iterations in shapes.items():
         agent = script.Agent(*shape)
         rollout, training = recorded_convolutions(agent, 1) * T, recorded_convolutions(agent, T)
         loops, environments, convolutions = [], [], []
         for _ in range(2):
-            seconds, environment = loop_seconds(shape, iterations)
+            seconds, environment = loop_seconds(script, shape, iterations)
             loops.append(seconds)
             environments.append(environment)
             time_convolutions(training, True)
@@ -103,11 +98,13 @@ if __name__ == "__main__":
             yardstick = [((N, 160, 10, 10), (256, 160, 3, 3), 1)] * 20
             pass_seconds.append(time_convolutions(yardstick, True) / 20)
         shares = [c / s for c, s in zip(convolutions, loops)]
+        rates[script, *shape] = N * T / statistics.median(loops)
         print(
-            f"(L, E, d) = {shape}: {N * T / statistics.median(loops):,.0f} training steps/s, convolutions' share "
-            f"{statistics.median(shares):.2f} ({', '.join(f'{x:.2f}' for x in shares)}), "
+            f"{script.__name__} (L, E, d) = {tuple(shape)}: {rates[script, *shape]:,.0f} training steps/s, "
+            f"convolutions' share {statistics.median(shares):.2f} ({', '.join(f'{x:.2f}' for x in shares)}), "
             f"environment {statistics.median(environments):.1%} of the loop",
             flush=True,
         )
     bare = N / (4 * statistics.median(pass_seconds))
     print(f"yardstick: {bare:,.0f} bare steps/s (4 forward-backward passes of a 3x3 convolution 160 -> 256 a step)")
+    print(f"recurrent / non-recurrent time at (4, 1, 64): {rates[ff, 4, 1, 64] / rates[drc, 4, 1, 64]:.2f}")
