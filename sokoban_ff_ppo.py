@@ -69,7 +69,7 @@ class Args:
     amp: bool = False
     """bf16 autocast"""
     compile: bool = False
-    """fuse the gates with torch.compile instead of the hand-written backward pass"""
+    """fuse ConvLSTM's gates with torch.compile instead of the hand-written backward pass"""
 
     # Levels
     levels: str = "boxoban"
@@ -89,7 +89,7 @@ class Args:
     cell: Literal["convlstm", "convglu"] = "convlstm"
     """convglu (App. K) carries nothing but the experts' merged output"""
     aggregate: Literal["sqrt_sum", "sum", "mean", "gate"] = "sqrt_sum"
-    """merge of a level's experts (App. D); gate learns one weight an expert"""
+    """merge of a level's experts (App. D); gate: softmax of one learned logit per expert and level"""
     comm_radius: Optional[int] = None
     """experts read only those within this distance on a ring (App. E); None: all"""
     budget: Optional[Literal["small", "medium", "large"]] = None
@@ -105,7 +105,7 @@ class Args:
     num_envs: int = 64
     """parallel environments"""
     num_steps: int = 20
-    """steps of a rollout, and of back-propagation through time"""
+    """steps of a rollout; the recurrent agent back-propagates through all of them"""
     max_episode_steps: int = 120
     """steps after which a training episode is cut; evaluation episodes always have 120"""
     gamma: float = 0.97
@@ -135,7 +135,7 @@ class Args:
     eval_sample: bool = False
     """sample actions in evaluations instead of taking the most likely"""
     thinking_steps: int = 0
-    """extra network passes over the first observation of an evaluation episode"""
+    """extra network passes over the first observation of an evaluation episode (no effect without recurrence)"""
     capture_video: bool = False
     """write an animated GIF of the first four evaluation episodes"""
     checkpoint_every: int = 100_000
@@ -148,17 +148,14 @@ class Args:
 
 
 MODEL_ARGS = ("layers", "experts", "width", "cell", "aggregate", "comm_radius")
-BUDGETS = {  # the paper's allocations: W, then for each width the layers x experts
-    "small": (36_864, {128: "1x1", 64: "1x4 2x2 4x1", 32: "1x12 2x6 3x4 4x3 8x2", 16: "1x36 2x18 3x12 4x9 8x5"}),
-    "medium": (139_264, {256: "1x1", 128: "1x4 2x2 3x1 4x1", 64: "1x14 2x7 3x5 4x3 8x2",
-                         32: "1x45 2x23 3x15 4x11 8x6", 16: "1x136 2x68 3x45 4x34 8x17"}),
-    "large": (2_129_920, {1024: "1x1", 512: "1x4 2x2 4x1", 256: "1x15 2x8 3x5 4x4 8x2",
-                          128: "1x58 2x29 3x19 4x14 8x7", 64: "1x208 2x104 3x69 4x52"}),
-}  # fmt: skip
+BUDGETS = {  # the paper's W, and for each number of layers the (experts, width) of its widest agent
+    "small": (36_864, {1: (1, 128), 2: (2, 64), 3: (4, 32), 4: (1, 64), 8: (2, 32)}),
+    "medium": (139_264, {1: (1, 256), 2: (2, 128), 3: (1, 128), 4: (1, 128), 8: (2, 64)}),
+    "large": (2_129_920, {1: (1, 1024), 2: (2, 512), 3: (5, 256), 4: (1, 512), 8: (2, 256)}),
+}
 CHANGEABLE = ("total_timesteps", "eval_every", "checkpoint_every", "log_every", "device", "torch_threads", "resume")
-AT_LEAST = dict.fromkeys(("eval_every", "thinking_steps", "torch_threads", "seed"), 0) | dict.fromkeys(
-    ("layers", "experts", "width", "num_envs", "num_steps", "max_episode_steps", "num_minibatches", "update_epochs")
-    + ("checkpoint_every", "log_every"), 1)  # fmt: skip
+POSITIVE = ("layers", "experts", "width", "num_envs", "num_steps", "max_episode_steps", "num_minibatches")
+POSITIVE += ("update_epochs", "checkpoint_every", "log_every")
 
 
 def fail(message):
@@ -170,15 +167,6 @@ def fail(message):
 def work(cell, layers, experts, width):
     """The paper's proxy W of the work of one environment step."""
     return layers * experts * width * (32 + 2 * width if cell == "convlstm" else 16 + width / 2)
-
-
-def allocation(budget, layers):
-    """Experts and width of the widest agent of this depth in the paper's table."""
-    rows = [(int(l), int(e), d) for d, row in BUDGETS[budget][1].items() for l, e in re.findall(r"(\d+)x(\d+)", row)]
-    for l, experts, width in rows:
-        if l == layers:
-            return experts, width
-    fail(f"--budget {budget} has no agent of {layers} layers, only of {sorted({l for l, _, _ in rows})}")
 
 
 def parse_args(argv=None):
@@ -197,18 +185,18 @@ def parse_args(argv=None):
         args = tyro.cli(Args, args=argv, default=Args(**saved))
     for f in fields(Args):
         flag, value = "--" + f.name.replace("_", "-"), getattr(args, f.name)
-        if value == "":
-            fail(f"{flag} is empty")
-        if f.name in AT_LEAST and not AT_LEAST[f.name] <= value < 2**31:
-            fail(f"{flag} must be at least {AT_LEAST[f.name]} and below {2**31:,}, not {value}")
-        if f.type is float and not 0 <= value <= (1 if f.name in ("gamma", "gae_lambda") else sys.float_info.max):
-            fail(f"{flag} {value} is out of its range")
+        low, high = int(f.name in POSITIVE), 1 if f.name in ("gamma", "gae_lambda") else 2**31 - 1
+        if value == "" or isinstance(value, int | float) and not low <= value <= high:
+            fail(f"{flag} must be from {low} to {high:,}, not {value!r}" if value != "" else f"{flag} is empty")
     for name in ("levels", "eval_levels"):  # a path must mean the same in another working directory
         value = getattr(args, name)
         if value not in (*KINDS, "boxoban", "boxoban-test"):
             setattr(args, name, str(Path(value).resolve()))
     if args.budget:
-        args.experts, args.width = allocation(args.budget, args.layers)
+        table = BUDGETS[args.budget][1]
+        if args.layers not in table:
+            fail(f"--budget {args.budget} has no agent of {args.layers} layers, only of {list(table)}")
+        args.experts, args.width = table[args.layers]
     if args.resume or args.evaluate:
         for name in saved:
             free = name not in MODEL_ARGS if args.evaluate else name in CHANGEABLE
@@ -269,7 +257,7 @@ def check_levels(levels, name):
     fixed, movable = levels[..., 0].reshape(-1, 100), levels[..., 1].reshape(-1, 100)
     border = np.pad(np.zeros((8, 8), bool), 1, constant_values=True).ravel()
     checks = {
-        "a character that is not one of '# .$@*+'": (fixed <= 2).all(1) & np.isin(movable, (0, 3, 4)).all(1),
+        "a square that is none of '# .$@*+'": (fixed <= 2).all(1) & np.isin(movable, (0, 3, 4)).all(1),
         "not exactly 4 boxes": (movable == 4).sum(1) == 4,
         "not exactly 4 targets": (fixed == 2).sum(1) == 4,
         "not exactly 1 player": (movable == 3).sum(1) == 1,
@@ -302,12 +290,13 @@ def read_levels(path):
     return check_levels(np.array(levels), path)
 
 
-def write_atomically(path, data):
-    """All of the bytes or none, also over a kill or a power cut."""
+def write_atomically(path, write):
+    """write(file) fills it: all of the bytes or none, also over a kill or a power cut. OSError where that fails."""
     tmp = f"{path}.{os.getpid()}.tmp"
     try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(tmp, "wb") as f:
-            f.write(data)
+            write(f)
             f.flush()
             os.fsync(f.fileno())
         os.replace(tmp, path)
@@ -340,7 +329,10 @@ def boxoban_train(offline):
     except Exception as e:  # a network, a server and an archive fail in many ways
         print(f"download of {TRAIN_URL} failed: {e!r}")
         return None
-    write_atomically(cached, text)
+    try:
+        write_atomically(cached, lambda f: f.write(text))
+    except OSError as e:
+        print(f"could not keep the download: {e}; name another folder in the variable BOXOBAN_CACHE")
     return text
 
 
@@ -353,9 +345,10 @@ SHIFT = [
     lambda b: b << 8,
     lambda b: (b & ~LEFT) >> 1,
 ]
-KINDS = {  # from, to: boxes off their targets; pushes (few are more likely); steps of the player to the first push
-    "generated": (4, 4, 12, 30, 8),
-    "medium-easy": (2, 3, 10, 30, 8),
+REACH = 8  # rounds of a flood fill, each up to 4 steps: a longer detour of the player counts as out of reach
+KINDS = {  # boxes off their targets and pushes (from, to; few are more likely), rounds to the first push
+    "generated": (4, 4, 12, 30, REACH),
+    "medium-easy": (2, 3, 10, 30, REACH),
     "easy": (1, 2, 2, 8, 0),
 }
 
@@ -385,14 +378,14 @@ def play_backwards(rng, boxes_from, boxes_to, pulls_from, pulls_to, walk, n=5000
     # four targets where a box can be pulled; the boxes on some of them will move, the others are parked
     spots = floor & np.bitwise_or.reduce([shift(floor & shift(floor)) for shift in SHIFT])
     targets, moving = np.zeros((2, n), np.uint64)
-    for moves in rng.integers(boxes_from, boxes_to + 1, (2, n)).min(0) > np.arange(4)[:, None]:
+    for moves in rng.integers(boxes_from, boxes_to + 1, (3, n)).min(0) > np.arange(4)[:, None]:
         spot = any_bit(rng, spots & ~targets)
         targets, moving = targets | spot, moving | spot * moves
     parked, player = targets ^ moving, any_bit(rng, floor & ~targets)
     box, budget, pushes = 0 * player, rng.integers(pulls_from, pulls_to + 1, (3, n)).min(0), []
     for turn in range(pulls_to + 1):
         free, reach = floor & ~(moving | parked), player
-        for _ in range(8 if turn < pulls_to else walk):
+        for _ in range(REACH if turn < pulls_to else walk):
             for shift in SHIFT:
                 reach = reach | free & shift(reach)
         if turn == pulls_to:
@@ -424,10 +417,8 @@ def generate_levels(kind, count, seed, exclude=()):
         planes, pushes = play_backwards(rng, *KINDS[kind])
         rows = planes.view(np.uint8).reshape(-1, 4, 8)
         floor, targets, boxes, player = np.unpackbits(rows, 2, bitorder="little").reshape(-1, 4, 8, 8).swapaxes(0, 1)
-        chunk = np.pad(
-            np.stack([1 - floor + 2 * targets, 3 * player + 4 * boxes], -1), ((0, 0), (1, 1), (1, 1), (0, 0))
-        )
-        chunk[:, [0, -1], :, 0] = chunk[:, :, [0, -1], 0] = 1
+        chunk = np.full((len(planes), 10, 10, 2), (1, 0), np.uint8)
+        chunk[:, 1:9, 1:9] = np.stack([1 - floor + 2 * targets, 3 * player + 4 * boxes], -1)
         new = [i for i, key in enumerate(canonical_ids(chunk).tolist()) if not (key in seen or seen.add(key))]
         levels.append(chunk[new])
         solutions.append(pushes[new])
@@ -443,7 +434,7 @@ def load_levels(name, offline=False, exclude=None):
         if text := boxoban_train(offline):
             levels = parse_levels(text, "Boxoban unfiltered-train")
         else:
-            print("!" * 100 + "\n!! Boxoban levels are not available: training on GENERATED levels instead.")
+            print("!" * 100 + "\n!! Boxoban levels are not available: GENERATED levels instead.")
             print("!! Run once with network, or name a copy (--levels PATH).\n" + "!" * 100)
             name = "generated"
     if name in KINDS:
@@ -481,12 +472,9 @@ class Sokoban:
         for levels, seeds in zip(shards, env_seeds):
             base = CACHE / "shards" / level_hash(levels)
             path = base / "jumanji" / "assets" / "boxoban" / "unfiltered-test.npy"  # the one name that EnvPool reads
-            buffer = io.BytesIO()
-            np.save(buffer, levels)
             try:
-                if not path.is_file() or path.read_bytes() != buffer.getvalue():
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    write_atomically(path, buffer.getvalue())
+                if not path.is_file():
+                    write_atomically(path, lambda f, levels=levels: np.save(f, levels))
             except OSError as e:
                 fail(f"cannot write EnvPool's level file ({e}); name another folder in the variable BOXOBAN_CACHE")
             options = {"num_envs": len(seeds), "num_threads": 1, "env_seed": [int(s) for s in seeds]}
@@ -512,10 +500,11 @@ class Sokoban:
 def training_shards(levels, num_envs, seed):
     """Pools of 16 environments or fewer, each with its part (shard) of the levels -> shards, seeds.
 
-    EnvPool keeps a copy of the pool's shard for each environment; all copies together stay under 1 GB.
+    EnvPool keeps a copy of the pool's shard for each environment; all copies together stay under 1 GB. An environment
+    plays the levels of its shard alone.
     """
-    size = next(s for s in (16, 8, 4, 2, 1) if s == 1 or len(levels) * s * 228 < 1e9)
-    n = -(-num_envs // size)
+    size = next(s for s in (16, 8, 4, 2, 1) if s == 1 or len(levels) * s * 228 < 1e9)  # bytes a level takes there
+    n = -(-num_envs // size)  # with fewer levels than pools some pools share one
     seeds = np.random.SeedSequence(seed).generate_state(num_envs) >> 1
     return [levels[i % len(levels) :: n] for i in range(n)], np.array_split(seeds, n)
 
@@ -599,8 +588,9 @@ def lecun_normal(module, fan_in):
 
 
 class ConvLSTM(nn.Module):
-    """All experts of one level. The 3x3 convolution of [x, s, h] -> 4d is the sum of three: x does not wait for the
-    recurrence, s is what the experts share, and h is each expert's own (groups)."""
+    """All experts of one level. The 3x3 convolution of [x, s, h] -> 4d is the sum of three: of x, the observation; of
+    s, the merged output of the level below (for the first level: of the last level, one step ago); of h, the same
+    expert's own output there. Only c belongs to the level."""
 
     def __init__(self, inputs, width, experts, lowest):
         super().__init__()
@@ -616,12 +606,10 @@ class ConvLSTM(nn.Module):
         """The weights that read s; one expert's h is s, so that one convolution with the sum of both is exact."""
         return self.conv_s.weight + self.conv_h.weight if self.conv_h.groups == 1 else self.conv_s.weight
 
-    def forward(self, kernel, u, s, h, c):
-        """u = conv_x(x) (B, E, 4d, 10, 10); s (B, d or E d, 10, 10); h (B, E d, 10, 10); c (B, E, d, 10, 10)
-        -> h (B, E, d, 10, 10) and c like c"""
-        z = u if s is None else u + F.conv2d(s, kernel, padding=1, groups=s.shape[1] // c.shape[2]).view(u.shape)
-        if h is not s:
-            z = z + self.conv_h(h).view(u.shape)
+    def forward(self, z, h, c):
+        """z (B, E, 4d, 10, 10): the shares of x and s; h (B, E d, 10, 10); c (B, E, d, 10, 10) -> h like c, c"""
+        if h is not None and self.conv_h.groups > 1:  # else `kernel` has read it
+            z = z + self.conv_h(h).view(z.shape)
         return self.gates(z, c, self.scale)
 
 
@@ -639,13 +627,8 @@ class ConvGLU(nn.Module):
     def kernel(self):
         return self.conv_s.weight
 
-    def forward(self, kernel, u, s, h, c):
-        """As ConvLSTM's; h is not read, c has no channels."""
-        z = (
-            u
-            if s is None
-            else u + F.conv2d(s, kernel, padding=1, groups=s.shape[1] // self.scale.shape[1]).view(u.shape)
-        )
+    def forward(self, z, h, c):
+        """As ConvLSTM's; h is not read, c has no channels. RMS norm over each expert's channels and board."""
         z = F.glu(z.float(), 2)
         return z * torch.rsqrt(z.square().mean((2, 3, 4), keepdim=True) + EPS) * self.scale, c
 
@@ -679,7 +662,7 @@ class Agent(nn.Module):
         return torch.zeros(batch, sum(self.state_channels), 10, 10, device=device)
 
     def encode(self, obs):
-        """obs (N, 10, 10, 2) uint8 -> (N, 32, 10, 10): one embedding a channel, RMS norm over the board."""
+        """obs (N, 10, 10, 2) uint8 -> (N, 32, 10, 10): one embedding per channel, RMS norm over channels and board."""
         classes = torch.arange(5, dtype=torch.uint8, device=obs.device).view(5, 1)
         one_hot = (obs.view(-1, 1, 100, 2).permute(0, 3, 1, 2) == classes).to(self.embedding.dtype)  # (N, 2, 5, 100)
         x = (self.embedding.transpose(1, 2) @ one_hot).view(-1, 32, 10, 10)
@@ -706,12 +689,13 @@ class Agent(nn.Module):
         E = self.experts
         x = self.encode(obs.flatten(0, 1))
         u = [cell.conv_x(x).view(T * B, E, -1, 10, 10) for cell in self.cells]
-        s = h = None
+        s = h = None  # the first level reads x alone
         c = x.new_zeros(T * B, E, self.width, 10, 10)
         for l, cell in enumerate(self.cells):
-            h_l, _ = cell(cell.kernel() if l else None, u[l], s, h, c)
+            z = u[l] + F.conv2d(s, cell.kernel(), padding=1, groups=len(self.hears)).view(u[l].shape) if l else u[l]
+            h_l, _ = cell(z, h, c)
             s = self.merge(h_l, l, self.hears)
-            h = h_l.flatten(1, 2) if E > 1 else s  # one expert's h is s
+            h = h_l.flatten(1, 2)
         output = s if len(self.hears) == 1 else self.merge(h_l, l, torch.ones_like(self.hears[:1]))
         return output.view(T, B, -1, 10, 10), state
 
@@ -734,7 +718,7 @@ def gae(rewards, values, dones, timeouts, gamma, gae_lambda):
     """
     advantages = torch.zeros_like(rewards)
     lastgaelam = torch.zeros_like(rewards[0])
-    nextvalues = values * (1 - dones + dones * timeouts)
+    nextvalues = values * (1 - dones + timeouts)
     for t in reversed(range(len(rewards))):
         delta = rewards[t] + gamma * nextvalues[t + 1] - values[t]
         lastgaelam = (delta + gamma * gae_lambda * (1 - dones[t + 1]) * lastgaelam) * (1 - dones[t])
@@ -851,7 +835,7 @@ class Records:
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         kept = [line for line in lines if line.count(",") == 2 and line.split(",")[0].isdigit()]
         kept = ["step,name,value"] + [line for line in kept if int(line.split(",")[0]) <= step]
-        write_atomically(path, "".join(line + "\n" for line in kept).encode())
+        write_atomically(path, lambda f: f.write("".join(line + "\n" for line in kept).encode()))
         self.file = open(path, "a")
         self.writer = SummaryWriter(run_dir, purge_step=step + 1)
 
@@ -868,10 +852,8 @@ class Records:
 
 
 def save_checkpoint(path, checkpoint):
-    buffer = io.BytesIO()
-    torch.save(checkpoint, buffer)
     try:
-        write_atomically(path, buffer.getvalue())
+        write_atomically(path, lambda f: torch.save(checkpoint, f))
         return True
     except OSError as e:
         tqdm.write(f"could not write {path}: {e}; the previous one stays")
@@ -924,31 +906,30 @@ if __name__ == "__main__":
 
     agent = Agent(args.layers, args.experts, args.width, args.cell, args.aggregate, args.comm_radius).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-6)
+    if args.compile and args.cell == "convlstm":
+        for cell in agent.cells:
+            cell.gates = torch.compile(lstm_gates)
     model_facts = {
         "parameters": sum(p.numel() for p in agent.parameters()),
         "W": work(args.cell, args.layers, args.experts, args.width),
     }
     model_facts |= {f"W / {name} budget": round(model_facts["W"] / w, 3) for name, (w, _) in BUDGETS.items()}
-    for batch in (1, 32):
+    for batch in (32, 1):
         board = torch.zeros(1, batch, 10, 10, 2, dtype=torch.uint8, device=device)
-        inputs = board, torch.ones(1, batch, device=device), agent.initial_state(batch, device)
-        with torch.no_grad(), autocast(), FlopCounterMode(display=False) as counter:
-            agent(*inputs)
-        model_facts["flops_per_step"] = counter.get_total_flops() // batch  # forward
-        seconds = []
+        inputs, seconds = (board, torch.ones(1, batch, device=device), agent.initial_state(batch, device)), []
         for _ in range(10):
             clock = time.perf_counter()
             with torch.no_grad(), autocast():
                 agent(*inputs)[0].cpu()
             seconds.append(time.perf_counter() - clock)
         model_facts[f"latency_ms_batch_{batch}"] = round(1000 * float(np.median(seconds)), 3)
-    if args.compile and args.cell == "convlstm":
-        for cell in agent.cells:
-            cell.gates = torch.compile(lstm_gates)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        agent(*inputs)
+    model_facts["flops_per_step"] = counter.get_total_flops()  # forward
     print(f"agent L={args.layers} E={args.experts} d={args.width}: {model_facts}")
     print(f"{device}, {torch.get_num_threads()} torch threads")
 
-    counters = {"iteration": 0, "global_step": 0, "best": -1.0, "elapsed": 0.0}
+    iteration, global_step, best, elapsed = 0, 0, -1.0, 0.0
     episodes = deque(maxlen=400)  # [return, length, solved] of the last episodes
     if path := args.evaluate or args.resume and Path(args.resume) / "last.pt":
         checkpoint = load_checkpoint(path)
@@ -956,9 +937,8 @@ if __name__ == "__main__":
             agent.load_state_dict(checkpoint["agent"])
         except RuntimeError as e:
             fail(f"{path} holds an agent of another shape: {str(e).splitlines()[1].strip()}")
-        counters = {name: checkpoint[name] for name in counters}
+        iteration, global_step, best, elapsed = (checkpoint[k] for k in ("iteration", "global_step", "best", "elapsed"))
         episodes.extend(checkpoint["episodes"])
-    iteration, global_step, best, elapsed = counters.values()
     if args.resume and checkpoint["finished"] and iteration >= args.num_iterations:
         fail(f"{args.resume} is finished; raise --total-timesteps, or use --evaluate {path}")
 
@@ -1007,29 +987,28 @@ if __name__ == "__main__":
     else:
         name = f"L{args.layers}E{args.experts}d{args.width}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
         name = f"{Path(__file__).stem}__{Path(args.levels).name[:100]}__{name}"
-        for i in itertools.count(1):  # two runs that start in the same second get two folders
-            run_dir = Path(args.runs_dir) / (name + (f"-{i}" if i > 1 else ""))
-            try:
-                run_dir.mkdir(parents=True)
-                break
-            except FileExistsError:
-                continue
-            except OSError as e:
-                fail(f"--runs-dir {args.runs_dir} cannot be written to ({e})")
+        try:
+            Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
+            for i in itertools.count(1):  # two runs that start in the same second get two folders
+                run_dir = Path(args.runs_dir) / (name + (f"-{i}" if i > 1 else ""))
+                with contextlib.suppress(FileExistsError):
+                    run_dir.mkdir()
+                    break
+        except OSError as e:
+            fail(f"--runs-dir {args.runs_dir} cannot be written to ({e})")
+    if args.track:  # before the first SummaryWriter, which it watches
+        wandb.init(project="temporal-recurrence", id=run_dir.name, config=about, resume="allow", sync_tensorboard=True)
     try:
-        write_atomically(run_dir / "args.json", (json.dumps(about, indent=1) + "\n").encode())
+        write_atomically(run_dir / "args.json", lambda f: f.write((json.dumps(about, indent=1) + "\n").encode()))
         records = Records(run_dir, global_step)
     except OSError as e:
         if not args.resume:
             shutil.rmtree(run_dir)
         fail(f"{run_dir} cannot be written to ({e})")
-    if args.track:
-        wandb.init(
-            project="temporal-recurrence", id=run_dir.name, config=asdict(args), resume="allow", sync_tensorboard=True
-        )
     if args.resume:  # last, since what came before may have drawn random numbers
         torch.set_rng_state(checkpoint["rng"][0])
-        device_rng.set_rng_state(checkpoint["rng"][1])
+        if checkpoint["device"] == device.type:  # a GPU's state means nothing to another kind of device
+            device_rng.set_rng_state(checkpoint["rng"][1])
 
     def save(name, finished=False):
         checkpoint = {
@@ -1040,9 +1019,11 @@ if __name__ == "__main__":
             "iteration": iteration,
             "global_step": global_step,
             "best": best,
+            "evaluated": evaluated,
             "elapsed": elapsed + time.time() - start_time,
             "episodes": list(episodes),
             "rng": [torch.get_rng_state(), device_rng.get_rng_state()],
+            "device": device.type,
             "levels": facts,
             "finished": finished,
         }
@@ -1071,20 +1052,12 @@ if __name__ == "__main__":
     next_first = torch.ones(N, device=device)  # next_obs opens an episode
     next_state = agent.initial_state(N, device)
     episode_return, episode_length, was_done = np.zeros(N), np.zeros(N, int), np.zeros(N, bool)
-    done_rows, quiet = iteration * args.batch_size, not sys.stderr.isatty()
-    bar = tqdm(
-        None,
-        "",
-        args.total_timesteps,
-        initial=done_rows,
-        unit="step",
-        unit_scale=True,
-        mininterval=30 if quiet else 0.5,
-    )
+    interval, done_rows = 0.5 if sys.stderr.isatty() else 30, iteration * args.batch_size
+    bar = tqdm(total=args.total_timesteps, initial=done_rows, unit="step", unit_scale=True, mininterval=interval)
     timers, sums, updates = defaultdict(float), defaultdict(float), 0
     start_time = logged_time = time.time()
     logged_step, first_iteration = global_step, iteration + 1
-    saved, evaluated = global_step // args.checkpoint_every, global_step // max(args.eval_every, 1)
+    saved, evaluated = global_step // args.checkpoint_every, checkpoint["evaluated"] if args.resume else 0
 
     for iteration in range(first_iteration, args.num_iterations + 1):
         if args.anneal_lr:
@@ -1130,8 +1103,7 @@ if __name__ == "__main__":
         # update
         clock = time.perf_counter()
         for _ in range(args.update_epochs):
-            order = torch.randperm(N) if args.num_minibatches > 1 else torch.arange(N)
-            for mb_envs in order.to(device).chunk(args.num_minibatches):
+            for mb_envs in torch.randperm(N, device=device).chunk(args.num_minibatches):
                 mb = {k: v[:, mb_envs] for k, v in batch.items()} | {"state": rollout_state[mb_envs]}
                 with autocast():
                     loss, scalars = ppo_loss(agent, mb, args)
@@ -1153,9 +1125,9 @@ if __name__ == "__main__":
         # evaluation
         last, result = iteration == args.num_iterations, None
         if args.eval_every and not last and global_step // args.eval_every > evaluated:
-            evaluated = global_step // args.eval_every
             clock = time.perf_counter()
             result = play(eval_levels[:256], lambda: signals)
+            evaluated = global_step // args.eval_every if result else evaluated
             timers["evaluation"] += time.perf_counter() - clock
 
         # records

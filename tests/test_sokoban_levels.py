@@ -46,7 +46,7 @@ def test_official_layout_with_windows_line_ends_and_repeated_headers():
     [
         (LEVEL.replace("#   @    #", "#   @   #"), "not 10 rows of 10 characters"),
         (LEVEL.replace("#   @    #\n", ""), "not 10 rows of 10 characters"),
-        (LEVEL.replace("@", "x"), "a character that is not one of"),
+        (LEVEL.replace("@", "x"), "a square that is none of"),
         (LEVEL.replace("@", " "), "not exactly 1 player"),
         (LEVEL.replace("$", " ", 1), "not exactly 4 boxes"),
         (LEVEL.replace(".", " ", 1), "not exactly 4 targets"),
@@ -144,7 +144,7 @@ class Response(io.BytesIO):
 
 
 def serve(monkeypatch, tmp_path, data):
-    monkeypatch.setattr(drc, "CACHE", tmp_path)
+    monkeypatch.setattr(drc, "CACHE", tmp_path / "cache")  # not there yet
     monkeypatch.setattr(drc.urllib.request, "urlopen", lambda *a, **k: Response(data))
 
 
@@ -163,7 +163,7 @@ def test_download_takes_the_training_files_only_and_checks_them(monkeypatch, tmp
     assert drc.boxoban_train(offline=False) == wanted
     monkeypatch.setattr(drc.urllib.request, "urlopen", None)
     assert drc.boxoban_train(offline=True) == wanted  # from the cache
-    (tmp_path / "unfiltered-train.txt").write_bytes(wanted[:-9])
+    (tmp_path / "cache" / "unfiltered-train.txt").write_bytes(wanted[:-9])
     assert drc.boxoban_train(offline=True) is None  # damaged
 
 
@@ -174,7 +174,7 @@ def test_a_bad_download_falls_back_to_generated_levels_and_says_so(monkeypatch, 
     monkeypatch.setattr(drc, "generate_levels", lambda kind, count, *args: generate(kind, count // 200, *args))
     levels, name = drc.load_levels("boxoban", exclude=np.load(drc.EMBEDDED_TEST))
     assert name == "generated" and len(levels) == 500
-    assert "training on GENERATED levels" in capsys.readouterr().out
+    assert "GENERATED levels instead" in capsys.readouterr().out
 
 
 def test_a_silent_network_costs_15_seconds_at_most(monkeypatch, tmp_path):
