@@ -1103,7 +1103,8 @@ if __name__ == "__main__":
         # update
         clock = time.perf_counter()
         for _ in range(args.update_epochs):
-            for mb_envs in torch.randperm(N, device=device).chunk(args.num_minibatches):
+            order = torch.randperm(N) if args.num_minibatches > 1 else torch.arange(N)
+            for mb_envs in order.to(device).chunk(args.num_minibatches):
                 mb = {k: v[:, mb_envs] for k, v in batch.items()} | {"state": rollout_state[mb_envs]}
                 with autocast():
                     loss, scalars = ppo_loss(agent, mb, args)
