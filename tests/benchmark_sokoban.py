@@ -82,7 +82,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     print(f"{torch.get_num_threads()} torch threads, {N} environments x {T} steps, fp32; medians of 2 turns")
     pass_seconds, rates = [], {}
-    shapes = {(drc, 4, 1, 64): 8, (drc, 2, 6, 32): 8, (drc, 1, 1, 16): 120, (ff, 8, 2, 32): 8, (ff, 4, 1, 64): 8}
+    shapes = {(drc, 4, 1, 64): 5, (drc, 2, 6, 32): 5, (drc, 1, 1, 16): 100, (ff, 8, 2, 32): 5, (ff, 4, 1, 64): 5}
     for (script, *shape), iterations in shapes.items():
         agent = script.Agent(*shape)
         rollout, training = recorded_convolutions(agent, 1) * T, recorded_convolutions(agent, T)
