@@ -93,7 +93,7 @@ class Args:
     comm_radius: Optional[int] = None
     """experts read only those within this distance on a ring (App. E); None: all"""
     budget: Optional[Literal["small", "medium", "large"]] = None
-    """the paper's experts and width for --layers at this amount of work, the widest of its table"""
+    """replaces --experts and --width by the paper's for --layers, the widest of its table (made for convlstm)"""
 
     # Training; defaults by measurement, the README has the paper's settings as a command
     total_timesteps: int = 50_000_000

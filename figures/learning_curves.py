@@ -25,6 +25,8 @@ class Args:
 
 def read(run_dir, name):
     """Steps and values of one scalar."""
+    if not (run_dir / "metrics.csv").is_file():
+        raise SystemExit(f"{run_dir} is no run folder: it has no metrics.csv")
     with open(run_dir / "metrics.csv") as f:
         rows = [(int(r["step"]), float(r["value"])) for r in csv.DictReader(f) if r["name"] == name]
     return zip(*rows) if rows else ((), ())
@@ -32,14 +34,15 @@ def read(run_dir, name):
 
 if __name__ == "__main__":
     args = tyro.cli(Args)
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), constrained_layout=True)
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4 + 0.2 * len(args.runs)), constrained_layout=True)
     names = {"charts/episodic_return": "return, sampled policy", "eval/solve_rate": "held-out levels solved, greedy"}
     for axis, (name, title) in zip(axes, names.items()):
         for k, run_dir in enumerate(args.runs):
-            axis.plot(*read(run_dir, name), marker="." if name.startswith("eval") else None, label=f"run {k + 1}")
+            colour = plt.cm.viridis(k / max(len(args.runs) - 1, 1))
+            axis.plot(*read(run_dir, name), marker=".", markersize=3, color=colour, label=run_dir.name)
         axis.set(title=title, xlabel="environment steps")
         axis.grid(alpha=0.3)
     axes[1].set_ylim(0, 1)
-    axes[1].legend()
+    figure.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", fontsize="small")
     figure.savefig(args.output, dpi=110)
     print(f"wrote {args.output}")
