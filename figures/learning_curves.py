@@ -13,6 +13,7 @@ import tyro
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.ticker import EngFormatter  # noqa: E402
 
 
 @dataclass
@@ -41,6 +42,7 @@ if __name__ == "__main__":
             colour = plt.cm.viridis(k / max(len(args.runs) - 1, 1))
             axis.plot(*read(run_dir, name), marker=".", markersize=3, color=colour, label=run_dir.name)
         axis.set(title=title, xlabel="environment steps")
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
         axis.grid(alpha=0.3)
     axes[1].set_ylim(0, 1)
     figure.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", fontsize="small")
