@@ -700,9 +700,9 @@ class Agent(nn.Module):
                 z = u[l][t] + F.conv2d(s, kernels[l], padding=1, groups=len(self.hears)).view(u[l][t].shape)
                 h_l, c[l] = cell(z, h, c[l])
                 s = self.merge(h_l, l, self.hears)
-                h = h_l.flatten(1, 2)
+                h = h_l.flatten(1, 2)[:, : self.state_channels[-1]]  # no channels where nothing reads it
             outputs.append(s if len(self.hears) == 1 else self.merge(h_l, l, torch.ones_like(self.hears[:1])))
-        state = torch.cat([s, *(c_l.flatten(1, 2) for c_l in c), h[:, : self.state_channels[-1]]], 1)
+        state = torch.cat([s, *(c_l.flatten(1, 2) for c_l in c), h], 1)
         return torch.stack(outputs), state
 
     def forward(self, obs, first, state):
@@ -1131,10 +1131,10 @@ if __name__ == "__main__":
 
         # evaluation
         last, result = iteration == args.num_iterations, None
-        if args.eval_every and not last and global_step // args.eval_every > evaluated:
+        if args.eval_every and not last and global_step // args.eval_every > evaluated // args.eval_every:
             clock = time.perf_counter()
             result = play(eval_levels[:256], lambda: signals)
-            evaluated = global_step // args.eval_every if result else evaluated
+            evaluated = global_step if result else evaluated
             timers["evaluation"] += time.perf_counter() - clock
 
         # records

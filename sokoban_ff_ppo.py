@@ -1125,10 +1125,10 @@ if __name__ == "__main__":
 
         # evaluation
         last, result = iteration == args.num_iterations, None
-        if args.eval_every and not last and global_step // args.eval_every > evaluated:
+        if args.eval_every and not last and global_step // args.eval_every > evaluated // args.eval_every:
             clock = time.perf_counter()
             result = play(eval_levels[:256], lambda: signals)
-            evaluated = global_step // args.eval_every if result else evaluated
+            evaluated = global_step if result else evaluated
             timers["evaluation"] += time.perf_counter() - clock
 
         # records
