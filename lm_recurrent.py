@@ -1,0 +1,961 @@
+"""Language models of "Temporal Recurrence Favors Fewer Layers" (arXiv 2609.12531) on FineWeb or any text.
+
+L levels of E parallel Transformer blocks. In lm_recurrent.py the first level also reads what the last one made of the
+token before; lm_transformer.py is the standard pre-norm Transformer, whose tokens meet in attention alone.
+
+    python lm_recurrent.py --layers 2 --experts 8                              # minutes on a laptop, no download
+    python lm_transformer.py --layers 16                                       # the same work a token
+    python lm_recurrent.py --evaluate runs/NAME/last.pt --sample "The array "  # validation loss and a continuation
+
+Sections: Args, Data, Model, Optimiser, Evaluation, Records, Setup, Loop.
+"""
+
+import ast
+import contextlib
+import ctypes
+import functools
+import hashlib
+import itertools
+import json
+import math
+import os
+import platform
+import pydoc_data
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import defaultdict
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Literal, Optional
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+
+# ======================================================================================================================
+# Args
+# ======================================================================================================================
+@dataclass
+class Args:
+    seed: int = 1
+    """seed of the weights; the order of the text is fixed"""
+    runs_dir: str = "runs"
+    """folder that receives one new folder a run"""
+    resume: Optional[str] = None
+    """run folder to go on with; its args.json gives every other setting"""
+    evaluate: Optional[str] = None
+    """checkpoint to evaluate, without training"""
+    sample: Optional[str] = None
+    """with --evaluate: print a continuation of this text (models of bytes)"""
+    sample_tokens: int = 200
+    """length of the continuation"""
+    temperature: float = 0.8
+    """of the continuation; 0 takes the most likely token"""
+    top_k: int = 50
+    """the continuation draws from this many most likely tokens"""
+    track: bool = False
+    """also log to Weights & Biases (needs `pip install wandb`)"""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """auto takes a GPU where there is one"""
+    torch_threads: int = 0
+    """CPU threads of torch (0: torch's own choice); with several processes on one machine use 1 each"""
+    amp: bool = False
+    """matrix products in bf16"""
+    compile: bool = False
+    """fuse pointwise operations with torch.compile"""
+    paper: bool = False
+    """the paper's sizes, batch and length at its small budget; flags beside it win"""
+
+    # Data
+    data: str = "docs"
+    """docs (English prose out of Python's, numpy's and torch's own files), a folder of GPT-2 .bin shards (*train*.bin,
+    *val*.bin), a UTF-8 text file, or a folder of them"""
+    download_fineweb: int = 0
+    """fetch this many training shards (98.5M tokens each, 103 at most) and the validation shard to --data first (docs:
+    to ~/.cache/fineweb10B-gpt2)"""
+    reset_per_shard: bool = False
+    """cut each file into the streams by itself, begin it with empty state, train after one memory length (the authors'
+    layout)"""
+
+    # Model
+    layers: int = 2
+    """L, levels within one token"""
+    experts: int = 8
+    """E, parallel experts a level"""
+    width: int = 128
+    """d, channels of an expert"""
+    heads: int = 4
+    """query heads of an expert; key/value heads are half as many"""
+    memory: int = 128
+    """positions that attention reads in use, this token's included"""
+    post_norm: bool = True
+    """RMS norm at the end of a block"""
+    carry: bool = True
+    """--no-carry zeroes the state at every token and keeps the memory: the recurrence alone switched off"""
+    private_kv: bool = False
+    """keys and values of its own for every expert, instead of one merged cache a level"""
+
+    # Training
+    total_tokens: int = 1_000_000
+    """training tokens"""
+    batch_tokens: int = 4096
+    """tokens an update"""
+    segment: Annotated[int, tyro.conf.arg(aliases=["--context"])] = 64
+    """tokens of a stream an update; gradients stop at its edges"""
+    streams: int = 0
+    """streams at once on a device; fewer than batch_tokens / segment accumulate gradients (0: all)"""
+    matrix_lr: float = 0.02
+    """Muon's peak rate"""
+    embedding_lr: float = 0.2
+    """Adam's rate at width 768; it scales with width ** -0.5"""
+    head_lr: float = 0.004
+    """the same for the output matrix"""
+    weight_decay: float = 0.01
+    """cautious decay of Muon's matrices"""
+    warmup_updates: int = 20
+    """updates from 1 % of the peak rate to all of it; cosine back to 1 % after them"""
+    state_l2: float = 1e-4
+    """weight of the mean square of the last level's output"""
+    max_grad_norm: float = 1.0
+    """clip of the gradient's global norm"""
+
+    # Evaluation and records
+    eval_every: int = 200_000
+    """tokens between evaluations (0: only at the end)"""
+    eval_tokens: int = 65_536
+    """validation targets, as 32 streams that begin after a warm-up of one memory length"""
+    checkpoint_every: int = 200_000
+    """tokens between checkpoints"""
+    log_every: int = 10
+    """updates between records"""
+
+
+PAPER = {"width": 768, "heads": 8, "warmup_updates": 100, "batch_tokens": 131_072}
+PAPER |= {"total_tokens": 1_310_720_000, "eval_every": 13_107_200, "checkpoint_every": 13_107_200}
+PAPER |= {"eval_tokens": 10_485_760}
+MODEL_ARGS = ("layers", "experts", "width", "heads", "memory", "post_norm", "carry", "private_kv")
+CHANGEABLE = ("total_tokens", "eval_every", "checkpoint_every", "log_every", "streams", "device", "torch_threads")
+CHANGEABLE += ("resume", "download_fineweb")
+POSITIVE = ("layers", "experts", "width", "memory", "total_tokens", "batch_tokens", "segment", "eval_tokens")
+POSITIVE += ("heads", "checkpoint_every", "log_every", "top_k", "sample_tokens")
+
+
+def fail(message):
+    """Stop with exit status 2: the user can fix this."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def parse_args(argv=None):
+    """Read and check the command line; with --resume or --evaluate the saved run's settings are the defaults."""
+    args = tyro.cli(Args, args=argv)
+    saved = {}
+    if args.resume is not None and args.evaluate is not None:
+        fail("--resume and --evaluate exclude each other")
+    if args.sample is not None and args.evaluate is None:
+        fail("--sample needs --evaluate CHECKPOINT")
+    if args.resume or args.evaluate:
+        path = args.evaluate or Path(args.resume) / "args.json"
+        try:
+            saved = load_checkpoint(path)["args"] if args.evaluate else json.loads(path.read_text())["args"]
+            used = MODEL_ARGS + ("data", "amp", "eval_tokens") if args.evaluate else saved
+            saved = {f.name: saved[f.name] for f in fields(Args) if f.name in used}
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            fail(f"{path} is missing or damaged ({type(e).__name__}: {e}); --resume takes a run's folder")
+    if saved or args.paper:
+        args = tyro.cli(Args, args=argv, default=Args(**(saved or PAPER)))
+    for f in fields(Args):
+        flag, value, low = "--" + f.name.replace("_", "-"), getattr(args, f.name), int(f.name in POSITIVE)
+        if isinstance(value, int | float) and not low <= value < math.inf or value == "" and f.name != "sample":
+            fail(f"{flag} must be at least {low}, not {value!r}")
+    if args.data != "docs":  # a path must mean the same in another working directory
+        args.data = str(Path(args.data).expanduser().resolve())
+    for name in saved:
+        free = name not in MODEL_ARGS if args.evaluate else name in CHANGEABLE
+        if not free and getattr(args, name) != saved[name]:
+            flag = "--" + name.replace("_", "-")
+            fail(f"{flag} {getattr(args, name)} differs from the saved run's {saved[name]}; omit {flag}")
+    if args.heads % 2 or args.width % args.heads or args.width // args.heads % 2:
+        fail(f"--heads {args.heads} must be even and divide --width {args.width} into an even size (rotary positions)")
+    if args.batch_tokens % args.segment:
+        fail(f"--batch-tokens {args.batch_tokens} does not divide into pieces of {args.segment} tokens")
+    if args.total_tokens < args.batch_tokens:
+        fail(f"--total-tokens {args.total_tokens} is less than one update of {args.batch_tokens}")
+    rows, ranks = args.batch_tokens // args.segment, int(os.environ.get("WORLD_SIZE", 1))
+    if rows % ranks or args.streams and rows // ranks % args.streams:
+        fail(f"{rows} streams of {args.segment} tokens an update do not divide into {ranks} processes x --streams")
+    return args
+
+
+# ======================================================================================================================
+# Data: a split is a list of files, each a 1-D array of token ids (memory-mapped where it is a shard)
+# ======================================================================================================================
+FINEWEB = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
+END_OF_TEXT = 256  # beside the 256 bytes
+DOCS = {torch: ("*.py", "nn/**/*.py", "optim/*.py", "linalg/*.py"), np: ("**/*.py",), pydoc_data: ("topics.py",)}
+
+
+def download_fineweb(folder, count):
+    """Shards of FineWeb's tokens to folder; a broken download goes on where it stopped."""
+    for name in ["fineweb_val_000000.bin"] + [f"fineweb_train_{i:06d}.bin" for i in range(1, count + 1)]:
+        path, part = folder / name, folder / (name + ".part")
+        if path.exists():
+            continue
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            have = part.stat().st_size if part.exists() else 0
+            request = urllib.request.Request(FINEWEB + name, headers={"Range": f"bytes={have}-"} if have else {})
+            with urllib.request.urlopen(request, timeout=15) as source:
+                have = have if source.status == 206 else 0  # else the server sends the whole file
+                size = have + int(source.headers["Content-Length"])
+                with open(part, "ab" if have else "wb") as f:
+                    with tqdm(desc=name, initial=have, total=size, unit="B", unit_scale=True) as bar:
+                        while chunk := source.read(1 << 20):
+                            f.write(chunk)
+                            bar.update(len(chunk))
+            if part.stat().st_size != size:
+                raise OSError(f"{part.stat().st_size:,} of {size:,} bytes came")
+            read_shard(part)
+            os.replace(part, path)
+        except (OSError, ValueError) as e:
+            fail(f"download of {name} stopped ({e}); the same command goes on from there")
+
+
+def read_shard(path, vocabulary=50_257):
+    """A shard of GPT-2 tokens: 256 int32 (magic 20240520, version 1, count), then count uint16 -> memory map."""
+    size = path.stat().st_size
+    magic, version, count = np.fromfile(path, "<i4", 3).tolist() if size >= 1024 else (0, 0, 0)
+    if magic == 20240801:
+        fail(f"{path}: uint32 tokens (magic 20240801); only GPT-2's uint16 shards (magic 20240520) are read")
+    if (magic, version) != (20240520, 1):
+        fail(f"{path}: no GPT-2 token shard (magic {magic}, version {version}; 20240520 and 1 wanted)")
+    if size != 1024 + 2 * count or not count:
+        fail(f"{path}: {size:,} bytes, and {1024 + 2 * count:,} belong to the {count:,} tokens of its header")
+    tokens = np.memmap(path, "<u2", "r", 1024)
+    if (largest := max(int(tokens[i : i + (1 << 24)].max()) for i in range(0, count, 1 << 24))) >= vocabulary:
+        fail(f"{path}: token id {largest} is outside GPT-2's vocabulary of {vocabulary}")
+    return tokens
+
+
+def read_documents(source):
+    """Strings of at least 200 characters out of Python files, or text files whole -> their bytes, each once."""
+    if source != "docs":
+        files = sorted(f for f in Path(source).rglob("*") if f.is_file()) if Path(source).is_dir() else [Path(source)]
+        documents = []
+        for f in files:
+            try:
+                documents.append(f.read_text("utf-8").encode())
+            except (OSError, UnicodeDecodeError) as e:
+                fail(f"{f} is no UTF-8 text ({e})")
+        return list(dict.fromkeys(documents))
+    documents = {}
+    for module, patterns in DOCS.items():  # parsed, not imported: __doc__ differs between processes
+        folder = Path(module.__path__[0])
+        for f in sorted({f for pattern in patterns for f in folder.glob(pattern) if "tests" not in f.parts}):
+            for node in ast.walk(ast.parse(f.read_bytes())):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) >= 200:
+                    documents[node.value.encode("utf-8", "replace")] = None
+    return list(documents)
+
+
+def load_data(source):
+    """-> training files, validation files, vocabulary size, facts for args.json."""
+    path = Path(source)
+    if source != "docs" and not path.exists():
+        fail(f"--data {source}: no such file or folder")
+    if path.is_dir() and (shards := sorted(path.glob("*.bin"))):
+        val = [f for f in shards if "val" in f.name]
+        train = [f for f in shards if "train" in f.name]
+        if not train or not val or set(train) & set(val):
+            fail(f"{path}: *train*.bin and *val*.bin wanted, different files; found {[f.name for f in shards]}")
+        heads = {hashlib.sha256(f.read_bytes() if f.stat().st_size < 1 << 24 else f.open("rb").read(1 << 24)).digest()
+                 for f in val}  # fmt: skip
+        for f in train:
+            with open(f, "rb") as file:
+                if hashlib.sha256(file.read(1 << 24)).digest() in heads:
+                    fail(f"{f} is also a validation file")
+        train, val = [read_shard(f) for f in train], [read_shard(f) for f in val]
+        vocabulary, digest = 50_304, None  # 50,257, padded
+    else:
+        documents = [np.frombuffer(d, np.uint8) for d in read_documents(source)]
+        if not sum(map(len, documents)):
+            fail(f"--data {source}: no text")
+        ends = [np.append(d.astype(np.uint16), np.uint16(END_OF_TEXT)) for d in documents if len(d)]
+        held_out = [hashlib.sha256(d).digest()[0] < 13 for d in ends]  # 5 %, by content
+        val, train = ([d for d, h in zip(ends, held_out) if h == side] for side in (True, False))
+        if not val or not train:  # few documents: the end of the text is held out
+            joined = np.concatenate(ends)
+            train, val = [joined[: len(joined) * 19 // 20]], [joined[len(joined) * 19 // 20 :]]
+        digest = hashlib.sha256(b"".join(d.tobytes() for d in ends)).hexdigest()[:16]
+        train, val = [np.concatenate(train)], [np.concatenate(val)]
+        vocabulary = 257
+    facts = {"name": source, "train_tokens": sum(map(len, train)), "val_tokens": sum(map(len, val)), "sha256": digest}
+    return train, val, vocabulary, facts
+
+
+class Streams:
+    """Files cut into `rows` contiguous rows, read in segments: row b of segment k + 1 continues row b of segment k."""
+
+    def __init__(self, files, rows, length, per_file=False):
+        self.rows, self.length = rows, length
+        self.parts = [[f] for f in files] if per_file else [files]
+        # targets lie one token ahead, so that the last token of a row is the first one of the next
+        self.spans = [(sum(map(len, part)) - 1) // rows // length * length for part in self.parts]
+        if not min(self.spans):
+            fail(f"{min(sum(map(len, p)) for p in self.parts):,} tokens do not fill {rows} streams of {length} + 1")
+
+    def batch(self, k, lo=0, hi=None):
+        """Segment k of rows lo to hi -> inputs and targets (hi - lo, length) int64, index of the segment in its file.
+
+        After the last segment row b goes on with what was row b + 1, so that the text never jumps (but once, at its
+        end); with per_file each file begins anew.
+        """
+        offset, part = k, 0
+        if len(self.parts) > 1:
+            offset %= sum(self.spans) // self.length
+            while offset >= self.spans[part] // self.length:
+                offset -= self.spans[part] // self.length
+                part += 1
+        starts = [(row * self.spans[part] + offset * self.length) % (self.rows * self.spans[part])
+                  for row in range(lo, self.rows if hi is None else hi)]  # fmt: skip
+        rows = torch.from_numpy(np.stack([self.take(part, start) for start in starts]))
+        return rows[:, :-1], rows[:, 1:], offset
+
+    def take(self, part, start):
+        """length + 1 tokens from start on, across the files' ends."""
+        pieces, end = [], start + self.length + 1
+        for f in self.parts[part]:
+            if start < len(f) and end > 0:
+                pieces.append(f[max(start, 0) : end])
+            start, end = start - len(f), end - len(f)
+        return np.concatenate(pieces).astype(np.int64)
+
+
+# ======================================================================================================================
+# Model
+# ======================================================================================================================
+EPS = 1e-5
+
+
+def rms_norm(x):
+    """Root mean square norm of the last axis without scale (Zhang and Sennrich 2019)."""
+    return F.rms_norm(x, x.shape[-1:], eps=EPS)
+
+
+def rotate(x, cos, sin):
+    """Rotary positions (Su et al. 2021), half-split: pairs (i, i + size / 2) of the last axis."""
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+
+
+def rotary_table(position, length, size, device):
+    """cos and signed sin (length, size) of positions from `position` on; angles in float64, for long streams."""
+    frequency = 10_000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    angle = (torch.arange(position, position + length, dtype=torch.float64)[:, None] * frequency).to(device)
+    return torch.cat([angle, angle], 1).cos().float(), torch.cat([-angle, angle], 1).sin().float()
+
+
+def multiply(x, w):
+    """Every expert's matrix product, (E, N, in), (E, in, out) -> (E, N, out), in the weights' type."""
+    return torch.bmm(x.to(w.dtype), w)
+
+
+def project(multiply, u, w_qkv, heads, cos, sin):
+    """u (E, N, d) -> q (E, N, heads, size), k and v (E, N, heads / 2, size); q and k normed and rotated."""
+    qkv = multiply(rms_norm(u), w_qkv).float().view(*u.shape[:2], 2 * heads, -1)
+    qk, v = qkv.split([heads + heads // 2, heads // 2], 2)
+    return *rotate(rms_norm(qk), cos, sin).split([heads, heads // 2], 2), v
+
+
+def finish(multiply, u, attended, w_o, w_1, w_2, post_norm):
+    """u and what its queries attended to, (E, N, d) -> the merged output of the experts (N, d)."""
+    u = u + multiply(attended, w_o)
+    u = u + multiply(multiply(rms_norm(u), w_1).relu().square(), w_2)
+    return (rms_norm(u) if post_norm else u).sum(0) * len(u) ** -0.5
+
+
+class Recurrence(torch.autograd.Function):
+    """The loop over tokens and levels. autograd does a block's halves; attention between them is done by hand: keys,
+    values and their gradients are written to one buffer each. Weight gradients are summed in place."""
+
+    @staticmethod
+    def forward(ctx, model, grad, filled, cos, sin, s, keys, values, *tensors):
+        """s (B, d); keys, values (L, n, memory, size), `filled` of them in use; per level W_x x, weights."""
+        levels = [[x.detach() for x in tensors[i : i + 6]] for i in range(0, len(tensors), 6)]
+        ctx.grads = [[torch.zeros_like(x, dtype=torch.float32) for x in level] for level in levels] if grad else levels
+        (E, S, B, d), C, (n, M, size) = tensors[0].shape, model.caches, keys.shape[1:]
+        keys, values = (F.pad(past, (0, 0, 0, S)).to(tensors[1].dtype) for past in (keys, values))
+        ctx.steps, ctx.buffers, ctx.carry, outputs = [], (keys, values), model.carry, []
+        for t in range(S):
+            window, new = (slice(max(t + 1, low), M + t + 1) for low in (M - filled, M))  # new: of this segment
+            s = s if model.carry else torch.zeros_like(s)
+            for l, (x, w_in, *weights) in enumerate(levels):
+                sums = iter(ctx.grads[l][1:])
+
+                def gather(x, w, sums=sums):
+                    y, total, x = multiply(x, w), next(sums), x.detach().to(w.dtype).mT
+                    if grad:
+                        add = total.baddbmm_ if total.dtype == x.dtype else lambda x, dy: total.add_(x @ dy)
+                        y.register_hook(lambda dy: [add(x, dy)].clear())  # no tensor: a hook's would replace dy
+                    return y
+
+                with torch.set_grad_enabled(grad):
+                    inputs = [leaf.detach().requires_grad_(grad) for leaf in (x[:, t], s)]
+                    u = (inputs[0] + gather(inputs[1].expand(E, B, d), w_in)).float()
+                    q, k, v = project(gather, u, weights[0], model.heads, cos[t], sin[t])
+                    k, v = (kv.view(C, -1, *kv.shape[1:]).sum(1) * (E // C) ** -0.5 for kv in (k, v))
+                    # all queries to a cache's head: (C B heads / 2, E / C x 2, size)
+                    q = (q * size**-0.5).view(C, E // C, B, -1, 2, size).permute(0, 2, 3, 1, 4, 5).reshape(n, -1, size)
+                keys[l, :, M + t], values[l, :, M + t], q_ = k.flatten(0, 2), v.flatten(0, 2), q.to(keys.dtype)
+                p = torch.softmax(q_ @ keys[l, :, window].mT, -1)
+                a = p @ values[l, :, window]
+                attended = a.view(C, B, -1, E // C, 2, size).permute(0, 3, 1, 2, 4, 5).reshape(E, B, d)
+                with torch.set_grad_enabled(grad):
+                    middle = [leaf.detach().requires_grad_(grad) for leaf in (u, attended)]
+                    out = finish(gather, *middle, *weights[1:], model.post_norm)
+                if grad:
+                    ctx.steps.append((inputs, (u, q, k, v), window, new, q_, p, a, middle, out))
+                s = out.detach()
+            outputs.append(s)
+        return torch.stack(outputs), keys[:, :, S:], values[:, :, S:]
+
+    @staticmethod
+    def backward(ctx, d_outputs, *_):
+        (keys, values), ds = ctx.buffers, torch.zeros_like(d_outputs[0])
+        d_keys, d_values = (torch.zeros_like(x, dtype=torch.float32) for x in ctx.buffers)
+        for t in reversed(range(len(d_outputs))):
+            ds = d_outputs[t] + ds * ctx.carry
+            for l in reversed(range(len(ctx.grads))):
+                inputs, half, window, new, q, p, a, middle, out = ctx.steps.pop()
+                du, da = torch.autograd.grad(out, middle, ds)
+                C, B, K, size = half[2].shape
+                da = da.view(C, -1, B, K, 2, size).permute(0, 2, 3, 1, 4, 5).reshape(a.shape)
+                dp = p * (da @ values[l, :, window].mT - (da * a).sum(-1, keepdim=True))
+                d_keys[l, :, new] += dp[..., new.start - window.stop :].mT @ q
+                d_values[l, :, new] += p[..., new.start - window.stop :].mT @ da
+                # no later token reads this one's key and value: their gradients are complete
+                d_half = du, (dp @ keys[l, :, window]).float(), *(x[l, :, window.stop - 1] for x in (d_keys, d_values))
+                d_half = [x.view_as(y) for x, y in zip(d_half, half)]
+                ctx.grads[l][0][:, t], ds = torch.autograd.grad(half, inputs, d_half)
+        return *[None] * 8, *itertools.chain(*ctx.grads)
+
+
+class Level(nn.Module):
+    """Weights (expert, in, out) of one level's experts; the heads of w_qkv (2 heads) and of w_o have an axis."""
+
+    def __init__(self, experts, width, heads):
+        super().__init__()
+        self.w_in = nn.Parameter(torch.randn(experts, 2 * width, width) * 0.5 * width**-0.5)
+        self.w_qkv = nn.Parameter(torch.empty(experts, width, 2 * heads, width // heads).uniform_(-1, 1))
+        self.w_o = nn.Parameter(torch.zeros(experts, heads, width // heads, width))
+        self.w_1 = nn.Parameter(torch.empty(experts, width, 4 * width).uniform_(-1, 1))
+        self.w_2 = nn.Parameter(torch.zeros(experts, 4 * width, width))
+        for w in (self.w_qkv, self.w_1):
+            w.data *= (3 / width) ** 0.5
+
+    def weights(self, dtype):
+        return [w.to(dtype) for w in (self.w_qkv.flatten(2), self.w_o.flatten(1, 2), self.w_1, self.w_2)]
+
+
+class Model(nn.Module):
+    def __init__(self, args, vocabulary):
+        super().__init__()
+        self.width, self.heads, self.memory, self.post_norm = args.width, args.heads, args.memory, args.post_norm
+        self.carry, self.caches = args.carry, args.experts if args.private_kv else 1
+        self.embedding = nn.Embedding(vocabulary, args.width)
+        self.levels = nn.ModuleList(Level(args.experts, args.width, args.heads) for _ in range(args.layers))
+        self.head = nn.Linear(args.width, vocabulary, bias=False)
+        nn.init.normal_(self.head.weight, std=0.001)
+
+    def initial_state(self, rows, device=None):
+        """What `rows` streams carry; `filled` positions of the memory count, and the next token has `position`."""
+        shape = rows, len(self.levels), self.caches, self.heads // 2, self.memory, self.width // self.heads
+        state = {name: torch.zeros(shape, device=device) for name in ("keys", "values")}
+        state["s"] = torch.zeros(rows, self.width, device=device)
+        return state | {"position": 0, "filled": 0}
+
+    def forward(self, tokens, state=None):
+        """tokens (B, S), state before them (None: empty) -> logits (B, S, vocabulary), mean square of the last level's
+        output, state after them."""
+        (B, S), device = tokens.shape, tokens.device
+        dtype = self.head.weight.dtype
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
+        state = state or self.initial_state(B, device)
+        cos, sin = rotary_table(state["position"], S, self.width // self.heads, device)
+        x, tensors = self.embedding(tokens.T).flatten(0, 1).to(dtype), []
+        for level in self.levels:  # W_in [x, s] = W_x x + W_s s, the former for all tokens at once
+            w_x, w_s = level.w_in.to(dtype).split(self.width, 1)
+            tensors += [torch.matmul(x, w_x).unflatten(1, (S, B)), w_s, *level.weights(dtype)]
+        options = self, torch.is_grad_enabled(), state["filled"], cos, sin, state["s"]
+        memory = (state[name].movedim(0, 2).flatten(1, 3) for name in ("keys", "values"))
+        with torch.autocast(device.type, enabled=False):
+            outputs, *memory = Recurrence.apply(*options, *memory, *tensors)
+        keys, values = (new.detach().unflatten(1, (self.caches, B, -1)).movedim(2, 0) for new in memory)
+        outputs, state["s"] = outputs.transpose(0, 1), outputs[-1].detach()
+        state = state | {"position": state["position"] + S, "filled": min(state["filled"] + S, self.memory)}
+        state |= {"keys": keys, "values": values}
+        logits = self.head(rms_norm(outputs)).float()
+        return 15 * torch.tanh(logits / 15), outputs.square().mean(), state
+
+
+# ======================================================================================================================
+# Optimiser
+# ======================================================================================================================
+def orthogonalise(x, dtype=torch.bfloat16):
+    """Newton-Schulz iteration of Muon (Jordan et al. 2024), (..., in, out): singular values to about 1."""
+    x, tall = x.to(dtype), x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = (x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)).flatten(0, -3)
+    for _ in range(5):
+        gram = x @ x.mT
+        gram = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        x = torch.baddbmm(x, gram, x, beta=3.4445)
+    return x.mT if tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, then each matrix (the last two axes, heads moved in front of them) made orthogonal.
+
+    Weight decay is cautious: only where update and weight agree in sign, so that it never works against the update.
+    (This is the published rule; the paper's code has the opposite sign.)
+    """
+
+    def __init__(self, groups, lr, weight_decay, momentum=0.95):
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "heads_axis": 1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "momentum_buffer" not in self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                momentum = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+                update = p.grad.lerp(momentum, group["momentum"])  # Nesterov's
+                matrices = update.movedim(group["heads_axis"], 1)
+                scale = max(1, matrices.shape[-1] / matrices.shape[-2]) ** 0.5
+                # a CPU gains nothing from bf16
+                dtype = torch.float32 if p.device.type == "cpu" else torch.bfloat16
+                update = orthogonalise(matrices, dtype).view(matrices.shape).movedim(1, group["heads_axis"]) * scale
+                agree = (update * p > 0).to(p.dtype)
+                p.mul_(1 - group["lr"] * group["weight_decay"] * agree).sub_(update, alpha=group["lr"])
+
+
+def make_optimisers(model, args):
+    """Muon for the levels' matrices, Adam for embedding and head; every parameter is in exactly one group."""
+    matrices = list(model.levels.named_parameters())
+    groups = [{"params": [p for name, p in matrices if name.endswith("w_qkv")], "heads_axis": 2}]
+    groups += [{"params": [p for name, p in matrices if not name.endswith("w_qkv")], "heads_axis": 1}]
+    muon = Muon(groups, args.matrix_lr, args.weight_decay)
+    scale = (args.width / 768) ** -0.5
+    rates = {model.embedding.weight: args.embedding_lr * scale, model.head.weight: args.head_lr * scale}
+    adam = torch.optim.Adam([{"params": [p], "lr": lr} for p, lr in rates.items()], betas=(0.8, 0.95), eps=1e-10)
+    grouped = [p for optimiser in (muon, adam) for group in optimiser.param_groups for p in group["params"]]
+    assert len(grouped) == len({id(p) for p in grouped}) == len(list(model.parameters()))
+    return [muon, adam]
+
+
+def muon_rate(update, updates, warmup):
+    """Share of Muon's peak rate at an update (from 0): linear from 1 % to 100 % in the warm-up, then cosine to 1 %."""
+    if update < warmup:
+        return 0.01 + 0.99 * update / warmup
+    return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * (update - warmup) / max(1, updates - warmup)))
+
+
+# ======================================================================================================================
+# Evaluation
+# ======================================================================================================================
+@torch.no_grad()
+def evaluate(model, streams, segments, memory, device, stopped=lambda: False):
+    """Loss over fixed targets after an unscored warm-up of at least one memory length, token by token as in use.
+
+    -> (mean nats a target, bits a byte or None where tokens are no bytes), None where `stopped` answers True.
+    """
+    warmup, state, nats, count, size = -(-memory // streams.length), None, 0, 0, 0
+    model.eval()
+    for k in range(warmup + segments):
+        if stopped():
+            return None
+        x, y, _ = streams.batch(k)
+        logits, _, state = model(x.to(device), state)
+        if k >= warmup:
+            nats += F.cross_entropy(logits.flatten(0, 1), y.to(device).flatten(), reduction="sum").item()
+            count += y.numel()
+            size += int((y < 256).sum())
+    model.train()
+    bits = nats / math.log(2) / size if logits.shape[-1] == 257 else None
+    return {"eval/loss": nats / count} | ({"eval/bits_per_byte": bits} if bits else {})
+
+
+@torch.no_grad()
+def continuation(model, prompt, length, temperature, top_k, device, seed):
+    """Yields `length` tokens after the prompt (a list of tokens), one at a time from the carried state."""
+    generator = torch.Generator(device).manual_seed(seed)
+    tokens, state = torch.tensor([prompt], device=device), None
+    model.eval()
+    for _ in range(length):
+        logits, _, state = model(tokens, state)
+        likely, ids = logits[0, -1].topk(min(top_k, logits.shape[-1]))
+        probs = (likely / temperature).softmax(-1) if temperature else torch.eye(len(ids), device=device)[0]
+        tokens = ids[torch.multinomial(probs, 1, generator=generator)].view(1, 1)
+        yield tokens.item()
+
+
+# ======================================================================================================================
+# Records
+# ======================================================================================================================
+def write_atomically(path, write):
+    """write(file) fills it: all of the bytes or none, also over a kill or a power cut. OSError where that fails."""
+    tmp = f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(tmp, "wb") as f:
+            write(f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(tmp, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(tmp)
+        raise
+
+
+def join(states):
+    """States of some streams each -> of all; {} where there is none."""
+    first = states[0] if states else {}
+    return {k: torch.cat([s[k] for s in states]) if torch.is_tensor(v) else v for k, v in first.items()}
+
+
+def split(state, lo, hi, device):
+    """The state of streams lo to hi."""
+    return {k: v[lo:hi].to(device) if torch.is_tensor(v) else v for k, v in state.items()}
+
+
+class Records:
+    """Scalars to TensorBoard and metrics.csv. What an earlier start of the run wrote after `step` is dropped."""
+
+    def __init__(self, run_dir, step):
+        self.run_dir, path = run_dir, run_dir / "metrics.csv"
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        kept = [line for line in lines if line.count(",") == 2 and line.split(",")[0].isdigit()]
+        kept = ["step,name,value"] + [line for line in kept if int(line.split(",")[0]) <= step]
+        write_atomically(path, lambda f: f.write("".join(line + "\n" for line in kept).encode()))
+        self.file = open(path, "a")
+        self.writer = SummaryWriter(run_dir, purge_step=step + 1)
+
+    def write(self, step, scalars):
+        try:
+            self.file.writelines(f"{step},{name},{float(value)}\n" for name, value in scalars.items())
+            self.file.flush()
+            for name, value in scalars.items():
+                self.writer.add_scalar(name, float(value), step)
+            self.writer.flush()
+        except OSError as e:  # a full disk must not end a training
+            tqdm.write(f"could not write the scalars of step {step}: {e}")
+            self.writer = SummaryWriter(self.run_dir)  # its thread has ended
+
+
+def save_checkpoint(path, checkpoint):
+    try:
+        write_atomically(path, lambda f: torch.save(checkpoint, f))
+        return True
+    except OSError as e:
+        tqdm.write(f"could not write {path}: {e}; the previous one stays")
+        return False
+
+
+def load_checkpoint(path):
+    """Stops with a message where the file is missing, truncated or not one of this script's."""
+    if not Path(path).is_file():
+        fail(f"there is no checkpoint {path}")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        script = checkpoint["script"]
+    except Exception as e:  # torch.load raises half a dozen kinds on a damaged file
+        fail(f"{path} is no whole checkpoint ({type(e).__name__})")
+    if script != Path(__file__).stem:
+        fail(f"{path} was written by {script}.py, not by {Path(__file__).name}")
+    return checkpoint
+
+
+def peak_memory(device):
+    """Peak bytes of the process, on a GPU of the tensors there; 0 where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+if __name__ == "__main__":
+    # ==================================================================================================================
+    # Setup
+    # ==================================================================================================================
+    args = parse_args()
+    if args.torch_threads:
+        torch.set_num_threads(args.torch_threads)
+    if sys.platform == "linux":  # keep freed memory: fetching it anew from the kernel costs a third of an update
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
+        mallopt(-4, 0), mallopt(-1, -1)  # M_MMAP_MAX, M_TRIM_THRESHOLD
+    gpu = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.empty(0, device=gpu if args.device == "auto" else args.device).device
+    except (RuntimeError, AssertionError) as e:
+        fail(f"--device {args.device} cannot be used here ({str(e).splitlines()[0]})")
+    rank, ranks = 0, int(os.environ.get("WORLD_SIZE", 1))
+    if ranks > 1:  # under torchrun
+        if device.type == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        rank = dist.get_rank()
+    autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=args.amp)
+    if args.compile:
+        rms_norm, rotate = torch.compile(rms_norm), torch.compile(rotate)
+
+    if args.download_fineweb:
+        args.data = str(Path.home() / ".cache" / "fineweb10B-gpt2") if args.data == "docs" else args.data
+        download_fineweb(Path(args.data), args.download_fineweb)
+    train, val, vocabulary, data_facts = load_data(args.data)
+    rows, updates = args.batch_tokens // args.segment, args.total_tokens // args.batch_tokens
+    micro = args.streams or rows // ranks
+    streams = Streams(train, rows, args.segment, args.reset_per_shard)
+    warmup = -(-args.memory // 64)  # segments of the evaluation without score
+    eval_rows = min(32, (sum(map(len, val)) - 1) // ((warmup + 1) * 64))
+    if not eval_rows:
+        fail(f"{data_facts['val_tokens']:,} validation tokens are fewer than a warm-up and a segment")
+    eval_streams = Streams(val, eval_rows, 64)
+    eval_segments = min(max(1, args.eval_tokens // (eval_rows * 64)), eval_streams.spans[0] // 64 - warmup)
+
+    torch.manual_seed(args.seed)  # of the weights; nothing after them is random
+    model = Model(args, vocabulary).to(device)
+    optimisers = make_optimisers(model, args)
+    model_facts = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        # the paper's proxy: multiply-adds of all matrices and of attention to a full memory
+        "W": sum(p.numel() for p in model.parameters())
+        - model.embedding.weight.numel()
+        + 2 * args.layers * args.experts * args.memory * args.width,
+    }
+    for batch in (16, 1):  # one token, with a full memory
+        state, token = model.initial_state(batch, device), torch.zeros(batch, 1, dtype=torch.long, device=device)
+        state |= {"position": args.memory, "filled": args.memory}
+        seconds = []
+        model.eval()
+        for _ in range(20):
+            clock = time.perf_counter()
+            with torch.no_grad(), autocast():
+                model(token, state)[0].cpu()
+            seconds.append(time.perf_counter() - clock)
+        model_facts[f"latency_ms_batch_{batch}"] = round(1000 * float(np.median(seconds)), 3)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(token, state)
+    model_facts["flops_per_token"] = counter.get_total_flops()  # forward; fused attention would count as 0
+
+    update, elapsed, carried = 0, 0.0, None
+    if path := args.evaluate or args.resume and Path(args.resume) / "last.pt":
+        checkpoint = load_checkpoint(path)
+        try:
+            model.load_state_dict(checkpoint["model"])
+        except RuntimeError as e:
+            fail(f"{path} holds a model of another shape: {str(e).splitlines()[1].strip()}")
+        update, elapsed, carried = (checkpoint[k] for k in ("update", "elapsed", "carried"))
+    if args.resume and update >= updates:
+        fail(f"{args.resume} is finished; raise --total-tokens, or use --evaluate {path}")
+    if rank == 0:
+        print(f"model L={args.layers} E={args.experts} d={args.width}: {model_facts}")
+        print(f"data: {data_facts}; {rows} streams of {sum(streams.spans):,} tokens")
+        print(f"validation: {eval_rows * eval_segments * 64:,} targets in {eval_rows} streams, after a warm-up of "
+              f"{warmup * 64} tokens; window {args.memory}")  # fmt: skip
+        print(f"{device} x {ranks}, {torch.get_num_threads()} torch threads")
+
+    def validate(stopped=lambda: False):
+        with autocast():
+            result = evaluate(model, eval_streams, eval_segments, args.memory, device, stopped)
+        if result:
+            bits = f", {result['eval/bits_per_byte']:.4f} bits a byte" if "eval/bits_per_byte" in result else ""
+            tqdm.write(f"evaluation: validation loss {result['eval/loss']:.4f} nats a token{bits}")
+        return result
+
+    if args.evaluate:
+        validate()
+        if args.sample is not None:
+            if vocabulary != 257:
+                fail("--sample reads and writes bytes; this model's tokens are GPT-2's")
+            prompt = [END_OF_TEXT, *args.sample.encode()]
+            print(args.sample, end="", flush=True)
+            settings = args.sample_tokens, args.temperature, args.top_k, device, args.seed
+            with autocast():
+                for token in continuation(model, prompt, *settings):
+                    sys.stdout.buffer.write(b"\n" if token == END_OF_TEXT else bytes([token]))
+                    sys.stdout.flush()
+            print()
+        sys.exit()
+
+    if args.resume:
+        run_dir = Path(args.resume)
+        if checkpoint["data"] != data_facts:
+            fail(f"{run_dir} was trained on {checkpoint['data']}, and the data available now is {data_facts}")
+        for optimiser, saved in zip(optimisers, checkpoint["optimisers"]):
+            optimiser.load_state_dict(saved)
+    elif rank == 0:
+        name = f"{Path(__file__).stem}__{Path(args.data).name[:100]}__L{args.layers}E{args.experts}d{args.width}"
+        name += f"__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        try:
+            Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
+            for i in itertools.count(1):  # two runs that start in the same second get two folders
+                run_dir = Path(args.runs_dir) / (name + (f"-{i}" if i > 1 else ""))
+                with contextlib.suppress(FileExistsError):
+                    run_dir.mkdir()
+                    break
+        except OSError as e:
+            fail(f"--runs-dir {args.runs_dir} cannot be written to ({e})")
+    if rank == 0:
+        status, commit = subprocess.getstatusoutput(f'git -C "{Path(__file__).parent}" rev-parse HEAD')
+        about = {
+            "args": asdict(args),
+            "data": data_facts,
+            "model": model_facts,
+            "versions": {m.__name__: m.__version__ for m in (torch, np)} | {"python": sys.version.split()[0]},
+            "git_commit": None if status else commit,
+            "machine": f"{platform.platform()}, {device} x {ranks}, {torch.get_num_threads()} torch threads",
+        }
+        if args.track:  # before the first SummaryWriter, which it watches
+            try:
+                import wandb
+            except ImportError:
+                fail("--track needs Weights & Biases: pip install wandb")
+            wandb.init(
+                project="temporal-recurrence", id=run_dir.name, config=about, resume="allow", sync_tensorboard=True
+            )
+        try:
+            write_atomically(run_dir / "args.json", lambda f: f.write((json.dumps(about, indent=1) + "\n").encode()))
+            records = Records(run_dir, update * args.batch_tokens)
+        except OSError as e:
+            if not args.resume:
+                shutil.rmtree(run_dir)
+            fail(f"{run_dir} cannot be written to ({e})")
+
+    def save():
+        """Every process calls this, since the carried state of all streams is collected."""
+        carried = [join([{k: v.cpu() if torch.is_tensor(v) else v for k, v in s.items()} for s in states if s])] * ranks
+        if ranks > 1:
+            dist.all_gather_object(carried, carried[rank])
+        checkpoint = {
+            "script": Path(__file__).stem,
+            "args": asdict(args),
+            "model": model.state_dict(),
+            "optimisers": [optimiser.state_dict() for optimiser in optimisers],
+            "carried": join(carried),
+            "update": update,
+            "elapsed": elapsed + time.time() - start_time,
+            "data": data_facts,
+        }
+        return rank > 0 or save_checkpoint(run_dir / "last.pt", checkpoint)
+
+    signals = []
+
+    def on_signal(signum, frame):  # finish the update and save; a second Ctrl-C does not wait for that
+        signals.append(signum)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, on_signal)
+    signal.signal(signal.SIGTERM, on_signal)
+
+    # ==================================================================================================================
+    # Loop
+    # ==================================================================================================================
+    model.train()
+    network = DistributedDataParallel(model) if ranks > 1 else model
+    bounds = [(lo, lo + micro) for lo in range(rank * (rows // ranks), (rank + 1) * (rows // ranks), micro)]
+    states = [split(carried, lo, hi, device) for lo, hi in bounds] if carried else [None] * len(bounds)
+    unscored = -(-args.memory // args.segment) if args.reset_per_shard else 0
+    interval, sums, start_time = 0.5 if sys.stderr.isatty() else 30, defaultdict(float), time.time()
+    bar = tqdm(total=updates * args.batch_tokens, initial=update * args.batch_tokens, unit="token", unit_scale=True,
+               mininterval=interval, disable=rank > 0)  # fmt: skip
+    logged_time, timers = time.time(), defaultdict(float)
+
+    for update in range(update + 1, updates + 1):  # noqa: B020
+        peak = muon_rate(update - 1, updates, args.warmup_updates)
+        for group in optimisers[0].param_groups:
+            group["lr"] = args.matrix_lr * peak
+        for optimiser in optimisers:
+            optimiser.zero_grad()
+
+        # gradient accumulation splits streams, never time
+        clock, totals = time.perf_counter(), torch.zeros(3, device=device)  # loss, mean square, a wish to stop
+        for i, (lo, hi) in enumerate(bounds):
+            x, y, segment = streams.batch(update - 1, lo, hi)
+            if args.reset_per_shard and segment == 0:
+                states[i] = None
+            synchronise = i == len(bounds) - 1 or ranks == 1
+            with autocast(), contextlib.nullcontext() if synchronise else network.no_sync():
+                logits, square, states[i] = network(x.to(device), states[i])
+                loss = F.cross_entropy(logits.flatten(0, 1), y.to(device).flatten())
+                if segment >= unscored:
+                    ((loss + args.state_l2 * square) / len(bounds)).backward()
+            totals += torch.stack([loss.detach(), square.detach(), torch.zeros_like(square)]) / len(bounds)
+        totals[2] = len(signals)
+        if ranks > 1:
+            dist.all_reduce(totals)
+        loss, square, stop = (totals / ranks).tolist()
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm))
+        if not math.isfinite(loss + norm):
+            bar.close()
+            fail(f"the loss is not finite in update {update}; the last checkpoint in {run_dir} is from before")
+        if segment >= unscored:
+            for optimiser in optimisers:
+                optimiser.step()
+        timers["update"] += time.perf_counter() - clock
+        sums["losses/train"] += loss
+        sums["losses/mean_square"] += square
+        sums["losses/grad_norm"] += norm
+        sums["updates"] += 1
+        bar.update(args.batch_tokens)
+
+        # evaluation, records
+        tokens, last, result = update * args.batch_tokens, update == updates, None
+
+        evaluating, saving = (
+            last or every > 0 and tokens // every > (tokens - args.batch_tokens) // every
+            for every in (args.eval_every, args.checkpoint_every)
+        )
+        if rank == 0 and evaluating and not stop:
+            clock = time.perf_counter()
+            result = validate(lambda: signals)
+            timers["evaluation"] += time.perf_counter() - clock
+        if rank == 0 and (result or last or stop or update % args.log_every == 0):
+            seconds, count = time.time() - logged_time, sums.pop("updates")
+            scalars = {name: total / count for name, total in sums.items()}
+            scalars["charts/tokens_per_second"] = count * args.batch_tokens / seconds
+            scalars["charts/learning_rate"] = args.matrix_lr * peak
+            scalars |= {f"stats/time_{k}": v / seconds for k, v in timers.items()}  # shares of the wall-clock time
+            scalars["stats/peak_memory_MB"] = peak_memory(device) / 1e6
+            bar.set_postfix_str(f"loss {scalars['losses/train']:.3f}", False)
+            records.write(tokens, scalars | (result or {}))
+            sums.clear(), timers.clear()
+            logged_time = time.time()
+        if saving or stop:
+            saved = save()
+        if stop:
+            break
+    bar.close()
+    if stop:
+        print(f"stopped; go on with: python {sys.argv[0]} --resume {run_dir}") if rank == 0 else None
+        sys.exit(128 + (signals or [signal.SIGTERM])[0])
+    if rank == 0:
+        print(f"{tokens:,} tokens in {elapsed + time.time() - start_time:,.0f} s, peak memory "
+              f"{peak_memory(device) / 1e6:,.0f} MB; records and checkpoint in {run_dir}")  # fmt: skip
+    sys.exit(0 if saved else 1)
