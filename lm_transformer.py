@@ -425,9 +425,9 @@ class Model(nn.Module):
             state = self.initial_state(B * (not self.training), device)
         cos, sin = rotary_table(state["position"], S, self.width // self.heads, device)
         x, keys, values = self.embedding(tokens).flatten(0, 1), state["keys"].clone(), state["values"].clone()
-        # of [memory | tokens] token t reads positions t + 1 to t + memory
-        ahead = torch.arange(self.memory + S, device=device) - torch.arange(S, device=device)[:, None]
-        band = (ahead > 0) & (ahead <= self.memory) & (ahead[:1] >= self.memory - state["filled"])
+        # of [memory but its first | tokens] token t reads positions t to t + memory - 1
+        ahead = torch.arange(self.memory - 1 + S, device=device) - torch.arange(S, device=device)[:, None]
+        band = (ahead >= 0) & (ahead < self.memory) & (ahead[:1] >= self.memory - 1 - state["filled"])
         mask = {"is_causal": True} if self.training else {"attn_mask": band}
         with torch.autocast(device.type, enabled=False):
             for l, level in enumerate(self.levels):
@@ -435,8 +435,8 @@ class Model(nn.Module):
                 q, k, v = project(multiply, u, w_qkv, self.heads, *(a.repeat(B, 1)[:, None] for a in (cos, sin)))
                 q, k, v = (y.unflatten(1, (B, S)).permute(1, 0, 3, 2, 4) for y in (q, k, v))  # (B, E, heads, S, size)
                 if not self.training:
-                    k, v = torch.cat([keys[:, l], k], 3), torch.cat([values[:, l], v], 3)
-                    keys[:, l], values[:, l] = k[..., S:, :], v[..., S:, :]
+                    k, v = (torch.cat([past[:, l, ..., 1:, :], new], 3) for past, new in ((keys, k), (values, v)))
+                    keys[:, l], values[:, l] = k[..., -self.memory :, :], v[..., -self.memory :, :]
                 qkv = (y.flatten(1, 2).to(dtype) for y in (q, k, v))
                 attended = F.scaled_dot_product_attention(*qkv, enable_gqa=True, **mask).view(q.shape)
                 x = finish(multiply, u, attended.permute(1, 0, 3, 2, 4).reshape(u.shape), *weights, self.post_norm)
