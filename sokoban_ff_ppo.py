@@ -164,6 +164,15 @@ def fail(message):
     sys.exit(2)
 
 
+@contextlib.contextmanager
+def or_fail(message):
+    """`fail` where the block raises an error, with the beginning of what it says."""
+    try:
+        yield
+    except Exception as e:
+        fail(f"{message} ({type(e).__name__}: {' '.join(str(e).split())[:200]})")
+
+
 def work(cell, layers, experts, width):
     """The paper's proxy W of the work of one environment step."""
     return layers * experts * width * (32 + 2 * width if cell == "convlstm" else 16 + width / 2)
@@ -171,43 +180,40 @@ def work(cell, layers, experts, width):
 
 def parse_args(argv=None):
     """Read and check the command line; with --resume or --evaluate the saved run's settings are the defaults."""
-    args = tyro.cli(Args, args=argv)
+    args, saved = tyro.cli(Args, args=argv), {}
     if args.resume is not None and args.evaluate is not None:
         fail("--resume and --evaluate exclude each other")
-    if args.resume or args.evaluate:
-        path = args.evaluate or Path(args.resume) / "args.json"
-        try:
+    if path := args.evaluate or args.resume and Path(args.resume) / "args.json":
+        with or_fail(f"{path} is missing or damaged; --resume takes a run's folder"):
             saved = load_checkpoint(path)["args"] if args.evaluate else json.loads(path.read_text())["args"]
-            used = MODEL_ARGS + ("eval_levels", "seed", "amp") if args.evaluate else saved
-            saved = {f.name: saved[f.name] for f in fields(Args) if f.init and f.name in used and f.name in saved}
-        except (OSError, ValueError, KeyError, TypeError) as e:
-            fail(f"{path} is missing or damaged ({type(e).__name__}: {e}); --resume takes a run's folder")
+        used = (
+            MODEL_ARGS + ("eval_levels", "seed", "amp") if args.evaluate else [f.name for f in fields(Args) if f.init]
+        )
+        saved = {name: saved[name] for name in used if name in saved}
         args = tyro.cli(Args, args=argv, default=Args(**saved))
-    for f in fields(Args):
-        flag, value = "--" + f.name.replace("_", "-"), getattr(args, f.name)
-        low, high = int(f.name in POSITIVE), 1 if f.name in ("gamma", "gae_lambda") else 2**31 - 1
-        if value == "" or isinstance(value, int | float) and not low <= value <= high:
-            fail(f"{flag} must be from {low} to {high:,}, not {value!r}" if value != "" else f"{flag} is empty")
-    for name in ("levels", "eval_levels"):  # a path must mean the same in another working directory
-        value = getattr(args, name)
-        if value not in (*KINDS, "boxoban", "boxoban-test"):
-            setattr(args, name, str(Path(value).resolve()))
     if args.budget:
         table = BUDGETS[args.budget][1]
         if args.layers not in table:
             fail(f"--budget {args.budget} has no agent of {args.layers} layers, only of {list(table)}")
         args.experts, args.width = table[args.layers]
-    if args.resume or args.evaluate:
-        for name in saved:
-            free = name not in MODEL_ARGS if args.evaluate else name in CHANGEABLE
-            if not free and getattr(args, name) != saved[name]:
-                flag = "--" + name.replace("_", "-")
-                fail(f"{flag} {getattr(args, name)} differs from the saved run's {saved[name]}; omit {flag}")
-    if args.num_envs % args.num_minibatches and not args.evaluate:
+    for name, value in vars(args).items():
+        flag, low = "--" + name.replace("_", "-"), int(name in POSITIVE)
+        high = 1 if name in ("gamma", "gae_lambda") else 2**31 - 1
+        if value == "":
+            fail(f"{flag} is empty")
+        if isinstance(value, int | float) and not low <= value <= high:
+            fail(f"{flag} must be from {low} to {high:,}, not {value!r}")
+        if name in ("levels", "eval_levels") and value not in (*KINDS, "boxoban", "boxoban-test"):
+            value = str(Path(value).resolve())  # the same in another working directory
+            setattr(args, name, value)
+        free = name not in MODEL_ARGS if args.evaluate else name in CHANGEABLE
+        if name in saved and value != saved[name] and not free:
+            fail(f"{flag} {value} differs from the saved run's {saved[name]}; omit {flag}")
+    if args.num_envs % args.num_minibatches:
         fail(f"--num-envs {args.num_envs} is not divisible by --num-minibatches {args.num_minibatches}")
     args.batch_size = args.num_envs * args.num_steps
     args.num_iterations = args.total_timesteps // args.batch_size
-    if args.num_iterations < 1 and not args.evaluate:
+    if args.num_iterations < 1:
         fail(f"--total-timesteps {args.total_timesteps} is less than one rollout of {args.batch_size} steps")
     return args
 
@@ -472,11 +478,9 @@ class Sokoban:
         for levels, seeds in zip(shards, env_seeds):
             base = CACHE / "shards" / level_hash(levels)
             path = base / "jumanji" / "assets" / "boxoban" / "unfiltered-test.npy"  # the one name that EnvPool reads
-            try:
+            with or_fail("cannot write EnvPool's level file; name another folder in the variable BOXOBAN_CACHE"):
                 if not path.is_file():
                     write_atomically(path, lambda f, levels=levels: np.save(f, levels))
-            except OSError as e:
-                fail(f"cannot write EnvPool's level file ({e}); name another folder in the variable BOXOBAN_CACHE")
             options = {"num_envs": len(seeds), "num_threads": 1, "env_seed": [int(s) for s in seeds]}
             options |= {"base_path": str(base), "max_episode_steps": max_episode_steps}
             self.pools.append(envpool.make("Sokoban-v0", env_type="gymnasium", **options))
@@ -864,11 +868,9 @@ def load_checkpoint(path):
     """Stops with a message where the file is missing, truncated or not one of this script's."""
     if not Path(path).is_file():
         fail(f"there is no checkpoint {path}")
-    try:
+    with or_fail(f"{path} is no whole checkpoint"):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         script = checkpoint["script"]
-    except Exception as e:  # torch.load raises half a dozen kinds on a damaged file
-        fail(f"{path} is no whole checkpoint ({type(e).__name__})")
     if script != Path(__file__).stem:
         fail(f"{path} was written by {script}.py, not by {Path(__file__).name}")
     return checkpoint
@@ -896,10 +898,8 @@ if __name__ == "__main__":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
         mallopt(-4, 0), mallopt(-1, -1)  # M_MMAP_MAX, M_TRIM_THRESHOLD
     gpu = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
+    with or_fail(f"--device {args.device} cannot be used here"):
         device = torch.empty(0, device=gpu if args.device == "auto" else args.device).device
-    except (RuntimeError, AssertionError) as e:
-        fail(f"--device {args.device} cannot be used here ({str(e).splitlines()[0]})")
     device_rng = getattr(torch, device.type) if device.type != "cpu" else torch  # torch, torch.cuda or torch.mps
     torch.manual_seed(args.seed)
     autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=args.amp)
@@ -933,10 +933,8 @@ if __name__ == "__main__":
     episodes = deque(maxlen=400)  # [return, length, solved] of the last episodes
     if path := args.evaluate or args.resume and Path(args.resume) / "last.pt":
         checkpoint = load_checkpoint(path)
-        try:
+        with or_fail(f"{path} holds an agent of another shape"):
             agent.load_state_dict(checkpoint["agent"])
-        except RuntimeError as e:
-            fail(f"{path} holds an agent of another shape: {str(e).splitlines()[1].strip()}")
         iteration, global_step, best, elapsed = (checkpoint[k] for k in ("iteration", "global_step", "best", "elapsed"))
         episodes.extend(checkpoint["episodes"])
     if args.resume and checkpoint["finished"] and iteration >= args.num_iterations:
