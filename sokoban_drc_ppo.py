@@ -27,6 +27,7 @@ import signal
 import subprocess
 import sys
 import time
+import timeit
 import urllib.request
 import zipfile
 from collections import defaultdict, deque
@@ -186,10 +187,8 @@ def parse_args(argv=None):
     if path := args.evaluate or args.resume and Path(args.resume) / "args.json":
         with or_fail(f"{path} is missing or damaged; --resume takes a run's folder"):
             saved = load_checkpoint(path)["args"] if args.evaluate else json.loads(path.read_text())["args"]
-        used = (
-            MODEL_ARGS + ("eval_levels", "seed", "amp") if args.evaluate else [f.name for f in fields(Args) if f.init]
-        )
-        saved = {name: saved[name] for name in used if name in saved}
+            used = MODEL_ARGS + ("eval_levels", "seed", "amp") if args.evaluate else saved
+            saved = {f.name: saved[f.name] for f in fields(Args) if f.init and f.name in used and f.name in saved}
         args = tyro.cli(Args, args=argv, default=Args(**saved))
     if args.budget:
         table = BUDGETS[args.budget][1]
@@ -226,8 +225,7 @@ TRAIN_URL = "https://github.com/google-deepmind/boxoban-levels/archive/refs/head
 TRAIN_SHA256 = "a952bc817fc1fc96"  # first 16 hex digits, over the 900 files of unfiltered/train in order of their names
 EMBEDDED_TEST = Path(envpool.__file__).parent / "jumanji" / "assets" / "boxoban" / "unfiltered-test.npy"
 CELLS = np.full((256, 2), 255, np.uint8)  # character -> (fixed, movable)
-for char, cell in {"#": (1, 0), " ": (0, 0), ".": (2, 0), "$": (0, 4), "@": (0, 3), "*": (2, 4), "+": (2, 3)}.items():
-    CELLS[ord(char)] = cell
+CELLS[list(b"# .$@*+")] = (1, 0), (0, 0), (2, 0), (0, 4), (0, 3), (2, 4), (2, 3)
 
 
 def level_ids(levels):
@@ -246,20 +244,10 @@ def level_hash(levels):
     return hashlib.sha256(levels.tobytes()).hexdigest()[:16]
 
 
-def parse_levels(text, name):
-    """Text in Boxoban's format (bytes) -> levels (N, 10, 10, 2). Stops with file and level where one is broken."""
-    head, *levels = re.split(rb"(?m)^;.*$", text.replace(b"\r\n", b"\n"))
-    if head.strip() or not levels:
-        fail(f"{name}: not in Boxoban's text format (a line '; number', then 10 rows of 10 characters)")
-    levels = [level.strip(b"\n") + b"\n" for level in levels]
-    for k, level in enumerate(levels):
-        if len(level) != 110 or level[10::11] != b"\n" * 10:
-            fail(f"{name}, level {k} (from 0): not 10 rows of 10 characters")
-    return check_levels(CELLS[np.frombuffer(b"".join(levels), np.uint8).reshape(-1, 10, 11)[..., :10]], name)
-
-
 def check_levels(levels, name):
     """Stop with file and level unless each has 4 boxes, 4 targets, 1 player and a closed border."""
+    if levels.dtype != np.uint8 or levels.shape[1:] != (10, 10, 2) or not len(levels):
+        fail(f"{name}: {levels.dtype} {levels.shape}; uint8 (N, 10, 10, 2) wanted, [..., 0] fixed, [..., 1] movable")
     fixed, movable = levels[..., 0].reshape(-1, 100), levels[..., 1].reshape(-1, 100)
     border = np.pad(np.zeros((8, 8), bool), 1, constant_values=True).ravel()
     checks = {
@@ -277,39 +265,43 @@ def check_levels(levels, name):
     return levels
 
 
+def parse_levels(text, name):
+    """Text in Boxoban's format (bytes) -> levels (N, 10, 10, 2). Stops with file and level where one is broken."""
+    head, *levels = re.split(rb"(?m)^;.*$", text.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n"))
+    if head.strip() or not levels:
+        fail(f"{name}: not in Boxoban's text format (a line '; number', then 10 rows of 10 characters)")
+    levels = [level.strip(b"\n") + b"\n" for level in levels]
+    for k, level in enumerate(levels):
+        if len(level) != 110 or level[10::11] != b"\n" * 10:
+            fail(f"{name}, level {k} (from 0): not 10 rows of 10 characters")
+    return check_levels(CELLS[np.frombuffer(b"".join(levels), np.uint8).reshape(-1, 10, 11)[..., :10]], name)
+
+
 def read_levels(path):
     """A Boxoban text file, a folder of them, or a .npy of (N, 10, 10, 2) uint8 -> checked levels."""
-    path = Path(path)
     if not path.exists():
         fail(f"levels {path}: no such file or folder, and not one of boxoban, boxoban-test, {', '.join(KINDS)}")
-    try:
-        if path.suffix != ".npy":
-            files = sorted(f for f in path.rglob("*.txt") if f.is_file()) if path.is_dir() else [path]
-            if not files:
-                fail(f"{path}: no .txt file in this folder")
-            return np.concatenate([parse_levels(f.read_bytes().removeprefix(b"\xef\xbb\xbf"), f) for f in files])
-        levels = np.lib.format.open_memmap(path, mode="r")
-    except Exception as e:  # a damaged .npy header raises many kinds
-        fail(f"{path}: not a readable level file ({type(e).__name__}: {e})")
-    if levels.dtype != np.uint8 or levels.shape[1:] != (10, 10, 2) or not len(levels):
-        fail(f"{path}: {levels.dtype} {levels.shape}; uint8 (N, 10, 10, 2) wanted, [..., 0] fixed, [..., 1] movable")
-    return check_levels(np.array(levels), path)
+    with or_fail(f"{path}: not a readable level file"):
+        if path.suffix == ".npy":
+            return check_levels(np.array(np.lib.format.open_memmap(path, mode="r")), path)
+        files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+        if not files:
+            fail(f"{path}: no .txt file in this folder")
+        return np.concatenate([parse_levels(file.read_bytes(), file) for file in files])
 
 
 def write_atomically(path, write):
     """write(file) fills it: all of the bytes or none, also over a kill or a power cut. OSError where that fails."""
-    tmp = f"{path}.{os.getpid()}.tmp"
+    tmp = Path(f"{path}.{os.getpid()}.tmp")
+    tmp.parent.mkdir(parents=True, exist_ok=True)
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(tmp, "wb") as f:
             write(f)
             f.flush()
             os.fsync(f.fileno())
         os.replace(tmp, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(tmp)
-        raise
+    finally:
+        tmp.unlink(missing_ok=True)
 
 
 def boxoban_train(offline):
@@ -321,36 +313,25 @@ def boxoban_train(offline):
         return None
     try:  # in a thread, since the look-up of a host's name knows no time limit
         response = ThreadPoolExecutor(1).submit(urllib.request.urlopen, TRAIN_URL, timeout=10).result(12)
-        if not response.geturl().startswith("https://"):
-            raise OSError(f"redirected to {response.geturl()}, which is not HTTPS")
-        size, data = int(response.headers.get("Content-Length") or 0), io.BytesIO()
-        with tqdm(total=size or None, unit="B", unit_scale=True, desc="boxoban-levels") as bar:
-            while block := response.read(1 << 16):
-                bar.update(data.write(block))
+        size, data = int(response.headers.get("Content-Length") or 0) or None, io.BytesIO()
+        with tqdm.wrapattr(response, "read", size, desc="boxoban-levels") as body:
+            shutil.copyfileobj(body, data)
         with zipfile.ZipFile(data) as z:  # read in memory: no path of the archive is ever used
             names = sorted(n for n in z.namelist() if "/unfiltered/train/" in n and n.endswith(".txt"))
-            text = b"".join(z.read(n) for n in names)
-        if not hashlib.sha256(text).hexdigest().startswith(TRAIN_SHA256):
-            raise ValueError("the download's sha256 is wrong")
-    except Exception as e:  # a network, a server and an archive fail in many ways
-        print(f"download of {TRAIN_URL} failed: {e!r}")
-        return None
-    try:
+            text = b"".join(map(z.read, names))
+        https = response.geturl().startswith("https://")  # a redirect might lead elsewhere
+        if not https or not hashlib.sha256(text).hexdigest().startswith(TRAIN_SHA256):
+            raise ValueError("not over HTTPS, or not the sha256 of the official levels")
         write_atomically(cached, lambda f: f.write(text))
-    except OSError as e:
-        print(f"could not keep the download: {e}; name another folder in the variable BOXOBAN_CACHE")
-    return text
+        return text
+    except Exception as e:  # a network, a server, an archive and a disk fail in many ways
+        print(f"download of {TRAIN_URL} to {cached} failed: {e!r}")
 
 
 # The generator plays backwards: boxes start on the targets and a player pulls them off, so the reverse is a solution.
 # Thousands of games at once: bit 8 * row + column of a uint64 is one of the 8 x 8 squares inside a level's border.
 LEFT, RIGHT = np.uint64(0x0101010101010101), np.uint64(0x8080808080808080)  # the outer columns
-SHIFT = [
-    lambda b: b >> 8,
-    lambda b: (b & ~RIGHT) << 1,
-    lambda b: b << 8,
-    lambda b: (b & ~LEFT) >> 1,
-]
+SHIFT = [lambda b: b >> 8, lambda b: (b & ~RIGHT) << 1, lambda b: b << 8, lambda b: (b & ~LEFT) >> 1]
 REACH = 8  # rounds of a flood fill, each up to 4 steps: a longer detour of the player counts as out of reach
 KINDS = {  # boxes off their targets and pushes (from, to; few are more likely), rounds to the first push
     "generated": (4, 4, 12, 30, REACH),
@@ -368,9 +349,8 @@ def any_bit(rng, bits):
 
 
 def play_backwards(rng, boxes_from, boxes_to, pulls_from, pulls_to, walk, n=5000):
-    """n random rooms and backward games -> planes (m, 4) of floor, targets, boxes and player of those m that went well,
-    and their pushes (m, pulls_to, 2) uint8: bit number of the box (64: no push), move (0 up, 1 right, 2 down, 3 left).
-    """
+    """n random rooms and backward games -> levels (m, 10, 10, 2) of those m that went well, and the pushes that solve
+    them (m, pulls_to, 2) uint8: bit number of the box (64: no push), move (0 up, 1 right, 2 down, 3 left)."""
     # random walks carve the floor out of solid wall, each step a bar, an L or a block of 2 x 2
     at, move, floor = any_bit(rng, np.full(n, ~np.uint64(0))), rng.integers(4, size=n), np.zeros(n, np.uint64)
     for _ in range(40):
@@ -380,7 +360,6 @@ def play_backwards(rng, boxes_from, boxes_to, pulls_from, pulls_to, walk, n=5000
         up, right, down, left = (shift(at) for shift in SHIFT)
         shapes = left | right, up | down, left | down, right | down, left | down | left << 8
         floor |= at | np.choose(rng.integers(5, size=n), shapes)
-
     # four targets where a box can be pulled; the boxes on some of them will move, the others are parked
     spots = floor & np.bitwise_or.reduce([shift(floor & shift(floor)) for shift in SHIFT])
     targets, moving = np.zeros((2, n), np.uint64)
@@ -410,55 +389,52 @@ def play_backwards(rng, boxes_from, boxes_to, pulls_from, pulls_to, walk, n=5000
     pushes = np.array(pushes[::-1], np.uint8).transpose(2, 0, 1)
     good = (off >= boxes_from) & (off <= boxes_to) & (player != 0) & (np.bitwise_count(targets) == 4)
     good &= (pushes[:, :, 0] < 64).sum(1) >= pulls_from
-    return np.stack([floor, targets, moving | parked, player], 1)[good], pushes[good]
+    planes = np.stack([floor, targets, moving | parked, player], 1)[good].view(np.uint8).reshape(-1, 4, 8)
+    floor, targets, boxes, player = np.unpackbits(planes, 2, bitorder="little").reshape(-1, 4, 8, 8).swapaxes(0, 1)
+    levels = np.full((len(planes), 10, 10, 2), (1, 0), np.uint8)
+    levels[:, 1:9, 1:9] = np.stack([1 - floor + 2 * targets, 3 * player + 4 * boxes], -1)
+    return levels, pushes[good]
 
 
 def generate_levels(kind, count, seed, exclude=()):
-    """Distinct levels, also when rotated or mirrored, without those of the canonical ids `exclude`.
-
-    -> levels (count, 10, 10, 2) and the pushes that solve them (count, pulls, 2), see `play_backwards`
-    """
-    rng, seen, levels, solutions = np.random.default_rng(seed), set(map(int, exclude)), [], []
-    while sum(map(len, levels)) < count:
-        planes, pushes = play_backwards(rng, *KINDS[kind])
-        rows = planes.view(np.uint8).reshape(-1, 4, 8)
-        floor, targets, boxes, player = np.unpackbits(rows, 2, bitorder="little").reshape(-1, 4, 8, 8).swapaxes(0, 1)
-        chunk = np.full((len(planes), 10, 10, 2), (1, 0), np.uint8)
-        chunk[:, 1:9, 1:9] = np.stack([1 - floor + 2 * targets, 3 * player + 4 * boxes], -1)
-        new = [i for i, key in enumerate(canonical_ids(chunk).tolist()) if not (key in seen or seen.add(key))]
-        levels.append(chunk[new])
-        solutions.append(pushes[new])
-    return np.concatenate(levels)[:count], np.concatenate(solutions)[:count]
+    """Distinct levels, also when rotated or mirrored, without those of the canonical ids `exclude` -> levels (count,
+    10, 10, 2) and pushes (count, pulls, 2) as in `play_backwards`."""
+    rng, seen, kept = np.random.default_rng(seed), set(map(int, exclude)), []
+    while sum(len(levels) for levels, _ in kept) < count:
+        levels, pushes = play_backwards(rng, *KINDS[kind])
+        new = [i for i, key in enumerate(canonical_ids(levels).tolist()) if not (key in seen or seen.add(key))]
+        kept.append((levels[new], pushes[new]))
+    levels, pushes = map(np.concatenate, zip(*kept))
+    return levels[:count], pushes[:count]
 
 
 def load_levels(name, offline=False, exclude=None):
-    """Levels by name or path -> (levels without duplicates, the set's real name).
-
-    With `exclude` (evaluation levels) those are left out; generated ones also where rotated or mirrored.
-    """
-    if name == "boxoban":
-        if text := boxoban_train(offline):
-            levels = parse_levels(text, "Boxoban unfiltered-train")
-        else:
-            print("!" * 100 + "\n!! Boxoban levels are not available: GENERATED levels instead.")
-            print("!! Run once with network, or name a copy (--levels PATH).\n" + "!" * 100)
-            name = "generated"
-    if name in KINDS:
-        seed = 2 * list(KINDS).index(name) + (exclude is None)  # fixed, whatever --seed is
-        held_out = () if exclude is None else canonical_ids(exclude)
-        levels, _ = generate_levels(name, 1000 if exclude is None else 100_000, seed, held_out)
+    """Levels by name or path -> (levels without duplicates, their real name, number and hash). `exclude`: evaluation
+    levels, which are left out; from generated levels also where they are rotated or mirrored."""
+    text = boxoban_train(offline) if name == "boxoban" else None
+    if name == "boxoban" and not text:
+        print("!" * 100 + "\n!! Boxoban levels are not available: GENERATED levels instead.")
+        print("!! Run once with network, or name a copy (--levels PATH).\n" + "!" * 100)
+        name = "generated"
+    if text:
+        levels = parse_levels(text, name)
     elif name == "boxoban-test":
         levels = np.load(EMBEDDED_TEST, allow_pickle=False)
-    elif name != "boxoban":
-        levels = read_levels(name)
+    elif name in KINDS:
+        seed = 2 * list(KINDS).index(name) + (exclude is None)  # fixed, whatever --seed is
+        count, ids = (1000, ()) if exclude is None else (100_000, canonical_ids(exclude))
+        levels, _ = generate_levels(name, count, seed, ids)
+    else:
+        levels = read_levels(Path(name))
     ids = level_ids(levels)
     distinct = np.sort(np.unique(ids, return_index=True)[1])
     keep = distinct if exclude is None else distinct[~np.isin(ids[distinct], level_ids(exclude))]
     if not len(keep):
         fail(f"--levels {name}: every level is also an evaluation level; none is left to train on")
-    print(f"levels {name}: {len(keep)}, sha256 {level_hash(levels[keep])}; left out: "
-          f"{len(ids) - len(distinct)} duplicates, {len(distinct) - len(keep)} evaluation levels")  # fmt: skip
-    return levels[keep], name
+    facts = {"name": name, "count": len(keep), "sha256": level_hash(levels[keep])}
+    left_out = f"{len(ids) - len(distinct)} duplicates, {len(distinct) - len(keep)} evaluation levels"
+    print(f"levels {name}: {len(keep)}, sha256 {facts['sha256']}; left out: {left_out}")
+    return levels[keep], facts
 
 
 # ======================================================================================================================
@@ -771,14 +747,13 @@ def evaluate(agent, levels, device, sample=False, thinking_steps=0, seed=0, stop
     """
     generator, results, frames = torch.Generator(device=device).manual_seed(seed), [], []
     for batch in np.split(levels, range(1000, len(levels), 1000)):
-        shards = np.split(batch, range(100, len(batch), 100))
+        shards, n = np.split(batch, range(100, len(batch), 100)), len(batch)
         envs = Sokoban(shards, [opening_seeds(len(s)) for s in shards])
-        grid, n = envs.first, len(batch)
+        grid, film = envs.first, [envs.first[:4].copy()]
         if not (grid == batch[..., ::-1]).all():
             raise RuntimeError("EnvPool does not open with the wanted levels; is this envpool 1.2.5?")
-        solved, returns, lengths = np.zeros(n, bool), np.zeros(n), np.zeros(n, int)
+        played = np.zeros((3, n))  # solved, return, length
         state, first, alive = agent.initial_state(n, device), torch.ones(1, n, device=device), np.arange(n)
-        film = [grid[:4].copy()]
         for thinking in itertools.count(-thinking_steps):
             if stopped():
                 return None
@@ -789,10 +764,8 @@ def evaluate(agent, levels, device, sample=False, thinking_steps=0, seed=0, stop
             probs, actions = logits[0].softmax(-1), np.zeros(n, int)
             choice = torch.multinomial(probs, 1, generator=generator)[:, 0] if sample else probs.argmax(-1)
             actions[alive] = choice.cpu().numpy()
-            grid, reward, done, _, success = envs.step(actions)
-            returns[alive] += reward[alive]
-            lengths[alive] += 1
-            solved[alive] = success[alive]
+            grid, reward, done, _, solved = envs.step(actions)
+            played[:, alive] += np.stack([solved, reward, np.ones(n)])[:, alive]
             film.append(film[-1].copy())
             film[-1][alive[alive < 4]] = grid[alive[alive < 4]]
             running = ~done[alive]  # finished episodes leave the batch
@@ -800,9 +773,9 @@ def evaluate(agent, levels, device, sample=False, thinking_steps=0, seed=0, stop
             if not len(alive):
                 break
         frames = frames or film
-        results.append((solved, returns, lengths))
-    solved, returns, lengths = map(np.concatenate, zip(*results))
-    return {"solved": solved, "returns": returns, "lengths": lengths, "frames": frames}
+        results.append(played)
+    solved, returns, lengths = np.concatenate(results, 1)
+    return {"solved": solved > 0, "returns": returns, "lengths": lengths.astype(int), "frames": frames}
 
 
 def summarise(result):
@@ -821,17 +794,14 @@ def write_gif(path, frames):
     colours, wall = np.zeros((5, 3, 3), np.uint8), (84, 84, 92)
     colours[0] = (222, 214, 196), wall, (232, 150, 140)  # nothing on floor, wall, target
     colours[3], colours[4] = (58, 110, 200), ((176, 120, 60), wall, (80, 160, 80))  # the agent; a box
-    images = []
-    for grids in frames:
-        pixels = np.concatenate(colours[grids[..., 0], grids[..., 1]], 1).repeat(16, 0).repeat(16, 1)
-        pixels[::16] = pixels[:, ::16] = wall
-        images.append(Image.fromarray(pixels).quantize(16))
+    movable, fixed = np.moveaxis(np.concatenate(np.swapaxes(frames, 0, 1), 2), 3, 0)  # (frames, 10, K x 10)
+    pixels = colours[movable, fixed].repeat(16, 1).repeat(16, 2)
+    pixels[:, ::16] = pixels[:, :, ::16] = wall
+    images = [Image.fromarray(image).quantize(16) for image in pixels]
     durations = [1000] + [150] * (len(images) - 2) + [2000]
-    try:
+    with or_fail(f"could not write {path}"):
         images[0].save(path, save_all=True, append_images=images[1:], duration=durations, loop=0)
-        print(f"wrote {path}")
-    except OSError as e:
-        print(f"could not write {path}: {e}")
+    print(f"wrote {path}")
 
 
 # ======================================================================================================================
@@ -842,32 +812,21 @@ class Records:
 
     def __init__(self, run_dir, step):
         self.run_dir, path = run_dir, run_dir / "metrics.csv"
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        kept = [line for line in lines if line.count(",") == 2 and line.split(",")[0].isdigit()]
-        kept = ["step,name,value"] + [line for line in kept if int(line.split(",")[0]) <= step]
-        write_atomically(path, lambda f: f.write("".join(line + "\n" for line in kept).encode()))
-        self.file = open(path, "a")
-        self.writer = SummaryWriter(run_dir, purge_step=step + 1)
+        text = path.read_text(errors="replace") if path.exists() else ""
+        rows = [row for row, at in re.findall(r"^((\d+),.+,.+)$", text, re.M) if int(at) <= step]
+        write_atomically(path, lambda f: f.write("\n".join(["step,name,value", *rows, ""]).encode()))
+        self.file, self.writer = open(path, "a"), SummaryWriter(run_dir, purge_step=step + 1)
 
     def write(self, step, scalars):
         try:
-            self.file.writelines(f"{step},{name},{float(value)}\n" for name, value in scalars.items())
-            self.file.flush()
             for name, value in scalars.items():
+                self.file.write(f"{step},{name},{float(value)}\n")
                 self.writer.add_scalar(name, float(value), step)
+            self.file.flush()
             self.writer.flush()
         except OSError as e:  # a full disk must not end a training
             tqdm.write(f"could not write the scalars of step {step}: {e}")
             self.writer = SummaryWriter(self.run_dir)  # its thread has ended
-
-
-def save_checkpoint(path, checkpoint):
-    try:
-        write_atomically(path, lambda f: torch.save(checkpoint, f))
-        return True
-    except OSError as e:
-        tqdm.write(f"could not write {path}: {e}; the previous one stays")
-        return False
 
 
 def load_checkpoint(path):
@@ -883,14 +842,14 @@ def load_checkpoint(path):
 
 
 def peak_memory(device):
-    """Peak bytes of the process, on a GPU of the tensors there; 0 where the system does not tell."""
+    """Peak MB of the process, on a GPU of the tensors there; 0 where the system does not tell."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    try:
+        return torch.cuda.max_memory_allocated() / 1e6
+    with contextlib.suppress(ImportError):  # Windows
         import resource
-    except ImportError:  # Windows
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e6 / 1024)
+    return 0
 
 
 if __name__ == "__main__":
@@ -915,19 +874,14 @@ if __name__ == "__main__":
     if args.compile and args.cell == "convlstm":
         for cell in agent.cells:
             cell.gates = torch.compile(lstm_gates)
-    model_facts = {
-        "parameters": sum(p.numel() for p in agent.parameters()),
-        "W": work(args.cell, args.layers, args.experts, args.width),
-    }
-    model_facts |= {f"W / {name} budget": round(model_facts["W"] / w, 3) for name, (w, _) in BUDGETS.items()}
+    W = work(args.cell, args.layers, args.experts, args.width)
+    model_facts = {"parameters": sum(p.numel() for p in agent.parameters()), "W": W}
+    model_facts |= {f"W / {name} budget": round(W / budget, 3) for name, (budget, _) in BUDGETS.items()}
     for batch in (32, 1):
         board = torch.zeros(1, batch, 10, 10, 2, dtype=torch.uint8, device=device)
-        inputs, seconds = (board, torch.ones(1, batch, device=device), agent.initial_state(batch, device)), []
-        for _ in range(10):
-            clock = time.perf_counter()
-            with torch.no_grad(), autocast():
-                agent(*inputs)[0].cpu()
-            seconds.append(time.perf_counter() - clock)
+        inputs = board, torch.ones(1, batch, device=device), agent.initial_state(batch, device)
+        with torch.no_grad(), autocast():
+            seconds = timeit.repeat(lambda inputs=inputs: agent(*inputs)[0].cpu(), number=1, repeat=10)
         model_facts[f"latency_ms_batch_{batch}"] = round(1000 * float(np.median(seconds)), 3)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         agent(*inputs)
@@ -935,22 +889,25 @@ if __name__ == "__main__":
     print(f"agent L={args.layers} E={args.experts} d={args.width}: {model_facts}")
     print(f"{device}, {torch.get_num_threads()} torch threads")
 
-    iteration, global_step, best, elapsed = 0, 0, -1.0, 0.0
-    episodes = deque(maxlen=400)  # [return, length, solved] of the last episodes
+    # where a run begins, or goes on
+    checkpoint = {"iteration": 0, "global_step": 0, "best": -1.0, "evaluated": 0, "elapsed": 0.0, "episodes": []}
+    counters = list(checkpoint)
     if path := args.evaluate or args.resume and Path(args.resume) / "last.pt":
-        checkpoint = load_checkpoint(path)
+        checkpoint |= load_checkpoint(path)
         with or_fail(f"{path} holds an agent of another shape"):
             agent.load_state_dict(checkpoint["agent"])
-        iteration, global_step, best, elapsed = (checkpoint[k] for k in ("iteration", "global_step", "best", "elapsed"))
-        episodes.extend(checkpoint["episodes"])
+    iteration, global_step, best, evaluated, elapsed, episodes = map(checkpoint.get, counters)
+    episodes = deque(episodes, maxlen=400)  # [return, length, solved] of the last ones
     if args.resume and checkpoint["finished"] and iteration >= args.num_iterations:
         fail(f"{args.resume} is finished; raise --total-timesteps, or use --evaluate {path}")
 
-    eval_levels, args.eval_levels = load_levels(args.eval_levels, args.offline)
+    signals = []  # those that came: finish the iteration and save
+    eval_levels, eval_facts = load_levels(args.eval_levels, args.offline)
+    args.eval_levels = eval_facts["name"]
 
-    def play(levels, stopped=lambda: False):
+    def play(levels):
         with autocast():
-            return evaluate(agent, levels, device, args.eval_sample, args.thinking_steps, args.seed, stopped)
+            return evaluate(agent, levels, device, args.eval_sample, args.thinking_steps, args.seed, lambda: signals)
 
     if args.evaluate:
         result = play(eval_levels)
@@ -959,13 +916,18 @@ if __name__ == "__main__":
             write_gif(Path(args.evaluate).with_suffix(".gif"), result["frames"])
         sys.exit()
 
-    levels, args.levels = load_levels(args.levels, args.offline, exclude=eval_levels)
-    facts = {"name": args.levels, "count": len(levels), "sha256": level_hash(levels)}
+    levels, facts = load_levels(args.levels, args.offline, exclude=eval_levels)
+    args.levels = facts["name"]
+    if args.resume:
+        if checkpoint["levels"]["sha256"] != facts["sha256"]:
+            fail(f"{args.resume} was trained on {checkpoint['levels']}, and the levels available now are {facts}")
+        if checkpoint["optimizer"] is None:
+            fail(f"{path} has no optimizer's state: it is a copy of best.pt")
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        print(f"going on at step {global_step:,}; new episodes begin, from zero state: EnvPool cannot be saved")
     if args.track:
-        try:
+        with or_fail("--track needs Weights & Biases: pip install wandb"):
             import wandb
-        except ImportError:
-            fail("--track needs Weights & Biases: pip install wandb")
     # other seeds after a resume: the same ones would bring the same levels again
     envs = Sokoban(*training_shards(levels, args.num_envs, [args.seed, iteration]), args.max_episode_steps)
     print(f"EnvPool serves {args.levels} in {len(envs.pools)} pools: first observations checked")
@@ -974,32 +936,21 @@ if __name__ == "__main__":
     about = {
         "args": asdict(args),
         "levels": facts,
-        "eval_levels": {"name": args.eval_levels, "count": len(eval_levels), "sha256": level_hash(eval_levels)},
+        "eval_levels": eval_facts,
         "model": model_facts,
         "versions": {m.__name__: m.__version__ for m in (torch, envpool, np)} | {"python": sys.version.split()[0]},
         "git_commit": None if status else commit,
         "machine": f"{platform.platform()}, {device}, {torch.get_num_threads()} torch threads",
     }
-    if args.resume:
-        run_dir = Path(args.resume)
-        if checkpoint["levels"]["sha256"] != facts["sha256"]:
-            fail(f"{run_dir} was trained on {checkpoint['levels']}, and the levels available now are {facts}")
-        if checkpoint["optimizer"] is None:
-            fail(f"{path} has no optimizer's state: it is a copy of best.pt")
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        print(f"going on at step {global_step:,}; new episodes begin, from zero state: EnvPool cannot be saved")
-    else:
-        name = f"L{args.layers}E{args.experts}d{args.width}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        name = f"{Path(__file__).stem}__{Path(args.levels).name[:100]}__{name}"
-        try:
-            Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
-            for i in itertools.count(1):  # two runs that start in the same second get two folders
-                run_dir = Path(args.runs_dir) / (name + (f"-{i}" if i > 1 else ""))
-                with contextlib.suppress(FileExistsError):
-                    run_dir.mkdir()
-                    break
-        except OSError as e:
-            fail(f"--runs-dir {args.runs_dir} cannot be written to ({e})")
+    name = f"L{args.layers}E{args.experts}d{args.width}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"{Path(__file__).stem}__{Path(args.levels).name[:100]}__{name}"
+    run_dir = Path(args.resume or Path(args.runs_dir) / name)
+    with or_fail(f"--runs-dir {args.runs_dir} cannot be written to"):
+        for i in itertools.count(2) if not args.resume else ():
+            with contextlib.suppress(FileExistsError):
+                os.makedirs(run_dir)
+                break
+            run_dir = Path(args.runs_dir) / f"{name}-{i}"  # two runs that start in the same second get two folders
     if args.track:  # before the first SummaryWriter, which it watches
         wandb.init(project="temporal-recurrence", id=run_dir.name, config=about, resume="allow", sync_tensorboard=True)
     try:
@@ -1015,29 +966,22 @@ if __name__ == "__main__":
             device_rng.set_rng_state(checkpoint["rng"][1])
 
     def save(name, finished=False):
-        checkpoint = {
-            "script": Path(__file__).stem,
-            "args": asdict(args),
-            "agent": agent.state_dict(),
-            "optimizer": optimizer.state_dict() if name == "last.pt" else None,  # the best one is for evaluation
-            "iteration": iteration,
-            "global_step": global_step,
-            "best": best,
-            "evaluated": evaluated,
-            "elapsed": elapsed + time.time() - start_time,
-            "episodes": list(episodes),
-            "rng": [torch.get_rng_state(), device_rng.get_rng_state()],
-            "device": device.type,
-            "levels": facts,
-            "finished": finished,
-        }
-        return save_checkpoint(run_dir / name, checkpoint)
+        seconds = elapsed + time.time() - start_time
+        state = dict(zip(counters, (iteration, global_step, best, evaluated, seconds, list(episodes))))
+        state |= {"script": Path(__file__).stem, "args": asdict(args), "levels": facts, "finished": finished}
+        state |= {"rng": [torch.get_rng_state(), device_rng.get_rng_state()], "device": device.type}
+        state["agent"] = agent.state_dict()
+        state["optimizer"] = optimizer.state_dict() if name == "last.pt" else None  # the best one is for evaluation
+        try:
+            write_atomically(run_dir / name, lambda f: torch.save(state, f))
+        except OSError as e:
+            tqdm.write(f"could not write {run_dir / name}: {e}; the previous one stays")
+            return False
+        return True
 
-    signals = []
-
-    def on_signal(signum, frame):  # finish the iteration and save; a second Ctrl-C does not wait for that
+    def on_signal(signum, frame):
         signals.append(signum)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C does not wait
 
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGTERM, on_signal)
@@ -1060,10 +1004,10 @@ if __name__ == "__main__":
     bar = tqdm(total=args.total_timesteps, initial=done_rows, unit="step", unit_scale=True, mininterval=interval)
     timers, sums, updates = defaultdict(float), defaultdict(float), 0
     start_time = logged_time = time.time()
-    logged_step, first_iteration = global_step, iteration + 1
-    saved, evaluated = global_step // args.checkpoint_every, checkpoint["evaluated"] if args.resume else 0
+    logged_step, saved = global_step, global_step
 
-    for iteration in range(first_iteration, args.num_iterations + 1):
+    while iteration < args.num_iterations:
+        iteration += 1
         if args.anneal_lr:
             optimizer.param_groups[0]["lr"] = (1 - (iteration - 1) / args.num_iterations) * args.learning_rate
 
@@ -1131,13 +1075,13 @@ if __name__ == "__main__":
         last, result = iteration == args.num_iterations, None
         if args.eval_every and not last and global_step // args.eval_every > evaluated // args.eval_every:
             clock = time.perf_counter()
-            result = play(eval_levels[:256], lambda: signals)
+            result = play(eval_levels[:256])
             evaluated = global_step if result else evaluated
             timers["evaluation"] += time.perf_counter() - clock
 
         # records
         stop = bool(signals)
-        saving = global_step // args.checkpoint_every > saved or last or stop
+        saving = last or stop or global_step // args.checkpoint_every > saved // args.checkpoint_every
         if result or saving or iteration % args.log_every == 0:
             seconds, valid = time.time() - logged_time, 1 - dones[:T]
             variance = masked_mean((returns - masked_mean(returns, valid)).square(), valid)
@@ -1148,7 +1092,7 @@ if __name__ == "__main__":
             scalars["charts/SPS"] = (global_step - logged_step) / seconds
             scalars["charts/env_SPS"] = (global_step - logged_step) / timers["environment"]
             scalars |= {f"stats/time_{k}": v / seconds for k, v in timers.items()}  # shares of the wall-clock time
-            scalars["stats/peak_memory_MB"] = peak_memory(device) / 1e6
+            scalars["stats/peak_memory_MB"] = peak_memory(device)
             if episodes:
                 means = np.mean(episodes, 0)
                 scalars |= dict(zip(("charts/episodic_return", "charts/episodic_length", "charts/solve_rate"), means))
@@ -1162,14 +1106,14 @@ if __name__ == "__main__":
             best = scalars["eval/solve_rate"]
             save("best.pt")
         if saving:
-            saved = global_step // args.checkpoint_every
+            saved = global_step
             save("last.pt")
         if stop:
             break
     bar.close()
 
     # the whole evaluation set, once
-    result = None if signals else play(eval_levels, lambda: signals)
+    result = play(eval_levels)
     if not result:
         print(f"stopped by signal {signals[0]}; go on with: python {sys.argv[0]} --resume {run_dir}")
         sys.exit(128 + signals[0])
@@ -1183,4 +1127,4 @@ if __name__ == "__main__":
     if args.capture_video:
         write_gif(run_dir / "evaluation.gif", result["frames"])
     print(f"{global_step:,} steps in {elapsed + time.time() - start_time:,.0f} s, peak memory "
-          f"{peak_memory(device) / 1e6:,.0f} MB; records and checkpoints in {run_dir}")  # fmt: skip
+          f"{peak_memory(device):,.0f} MB; records and checkpoints in {run_dir}")  # fmt: skip

@@ -172,8 +172,8 @@ def test_a_bad_download_falls_back_to_generated_levels_and_says_so(monkeypatch, 
     serve(monkeypatch, tmp_path, data)
     generate = drc.generate_levels
     monkeypatch.setattr(drc, "generate_levels", lambda kind, count, *args: generate(kind, count // 200, *args))
-    levels, name = drc.load_levels("boxoban", exclude=np.load(drc.EMBEDDED_TEST))
-    assert name == "generated" and len(levels) == 500
+    levels, facts = drc.load_levels("boxoban", exclude=np.load(drc.EMBEDDED_TEST))
+    assert facts["name"] == "generated" and len(levels) == 500
     assert "GENERATED levels instead" in capsys.readouterr().out
 
 
