@@ -277,19 +277,6 @@ def parse_levels(text, name):
     return check_levels(CELLS[np.frombuffer(b"".join(levels), np.uint8).reshape(-1, 10, 11)[..., :10]], name)
 
 
-def read_levels(path):
-    """A Boxoban text file, a folder of them, or a .npy of (N, 10, 10, 2) uint8 -> checked levels."""
-    if not path.exists():
-        fail(f"levels {path}: no such file or folder, and not one of boxoban, boxoban-test, {', '.join(KINDS)}")
-    with or_fail(f"{path}: not a readable level file"):
-        if path.suffix == ".npy":
-            return check_levels(np.array(np.lib.format.open_memmap(path, mode="r")), path)
-        files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
-        if not files:
-            fail(f"{path}: no .txt file in this folder")
-        return np.concatenate([parse_levels(file.read_bytes(), file) for file in files])
-
-
 def write_atomically(path, write):
     """write(file) fills it: all of the bytes or none, also over a kill or a power cut. OSError where that fails."""
     tmp = Path(f"{path}.{os.getpid()}.tmp")
@@ -348,64 +335,61 @@ def any_bit(rng, bits):
     return lowest << by | lowest >> 64 - by
 
 
-def play_backwards(rng, boxes_from, boxes_to, pulls_from, pulls_to, walk, n=5000):
-    """n random rooms and backward games -> levels (m, 10, 10, 2) of those m that went well, and the pushes that solve
-    them (m, pulls_to, 2) uint8: bit number of the box (64: no push), move (0 up, 1 right, 2 down, 3 left)."""
-    # random walks carve the floor out of solid wall, each step a bar, an L or a block of 2 x 2
-    at, move, floor = any_bit(rng, np.full(n, ~np.uint64(0))), rng.integers(4, size=n), np.zeros(n, np.uint64)
-    for _ in range(40):
-        move = np.where(rng.random(n) < 0.35, rng.integers(4, size=n), move)
-        ahead = np.choose(move, [shift(at) for shift in SHIFT])
-        at = np.where(ahead, ahead, at)
-        up, right, down, left = (shift(at) for shift in SHIFT)
-        shapes = left | right, up | down, left | down, right | down, left | down | left << 8
-        floor |= at | np.choose(rng.integers(5, size=n), shapes)
-    # four targets where a box can be pulled; the boxes on some of them will move, the others are parked
-    spots = floor & np.bitwise_or.reduce([shift(floor & shift(floor)) for shift in SHIFT])
-    targets, moving = np.zeros((2, n), np.uint64)
-    for moves in rng.integers(boxes_from, boxes_to + 1, (3, n)).min(0) > np.arange(4)[:, None]:
-        spot = any_bit(rng, spots & ~targets)
-        targets, moving = targets | spot, moving | spot * moves
-    parked, player = targets ^ moving, any_bit(rng, floor & ~targets)
-    box, budget, pushes = 0 * player, rng.integers(pulls_from, pulls_to + 1, (3, n)).min(0), []
-    for turn in range(pulls_to + 1):
-        free, reach = floor & ~(moving | parked), player
-        for _ in range(REACH if turn < pulls_to else walk):
-            for shift in SHIFT:
-                reach = reach | free & shift(reach)
-        if turn == pulls_to:
-            break
-        # a box can be pulled by a move from the square beside it to the next one; one still on its target comes first
-        pullable = np.stack([moving & SHIFT[m ^ 2](reach) & SHIFT[m ^ 2](SHIFT[m ^ 2](free)) for m in range(4)])
-        again = np.choose(move, pullable) & box * (rng.random(n) < 0.8)  # as a rule the last pull goes on
-        pullable = np.where((pullable & targets).any(0), pullable & targets, pullable)
-        move = np.where(again, move, (rng.random((4, n), np.float32) * (pullable != 0)).argmax(0))
-        pulled = np.where(again, again, any_bit(rng, np.choose(move, pullable))) * (turn < budget)
-        box = np.choose(move, [shift(pulled) for shift in SHIFT])
-        moving ^= pulled | box
-        player = np.where(pulled, np.choose(move, [shift(box) for shift in SHIFT]), player)
-        pushes.append((np.bitwise_count(box - 1), move ^ 2))
-    player, off = any_bit(rng, reach & ~targets), np.bitwise_count(moving & ~targets)
-    pushes = np.array(pushes[::-1], np.uint8).transpose(2, 0, 1)
-    good = (off >= boxes_from) & (off <= boxes_to) & (player != 0) & (np.bitwise_count(targets) == 4)
-    good &= (pushes[:, :, 0] < 64).sum(1) >= pulls_from
-    planes = np.stack([floor, targets, moving | parked, player], 1)[good].view(np.uint8).reshape(-1, 4, 8)
-    floor, targets, boxes, player = np.unpackbits(planes, 2, bitorder="little").reshape(-1, 4, 8, 8).swapaxes(0, 1)
-    levels = np.full((len(planes), 10, 10, 2), (1, 0), np.uint8)
-    levels[:, 1:9, 1:9] = np.stack([1 - floor + 2 * targets, 3 * player + 4 * boxes], -1)
-    return levels, pushes[good]
+def generate_levels(kind, count, seed, exclude=(), n=5000):
+    """Distinct levels, also when rotated or mirrored, without those of the canonical ids `exclude`.
 
-
-def generate_levels(kind, count, seed, exclude=()):
-    """Distinct levels, also when rotated or mirrored, without those of the canonical ids `exclude` -> levels (count,
-    10, 10, 2) and pushes (count, pulls, 2) as in `play_backwards`."""
+    -> levels (count, 10, 10, 2); the pushes that solve them (count, pulls_to, 2) uint8: bit number of the box (64: no
+    push), move (0 up, 1 right, 2 down, 3 left)
+    """
+    boxes_from, boxes_to, pulls_from, pulls_to, walk = KINDS[kind]
     rng, seen, kept = np.random.default_rng(seed), set(map(int, exclude)), []
     while sum(len(levels) for levels, _ in kept) < count:
-        levels, pushes = play_backwards(rng, *KINDS[kind])
+        # n rooms: random walks carve the floor out of solid wall, each step a bar, an L or a block of 2 x 2
+        at, move, floor = any_bit(rng, np.full(n, ~np.uint64(0))), rng.integers(4, size=n), np.zeros(n, np.uint64)
+        for _ in range(40):
+            move = np.where(rng.random(n) < 0.35, rng.integers(4, size=n), move)
+            ahead = np.choose(move, [shift(at) for shift in SHIFT])
+            at = np.where(ahead, ahead, at)
+            up, right, down, left = (shift(at) for shift in SHIFT)
+            shapes = left | right, up | down, left | down, right | down, left | down | left << 8
+            floor |= at | np.choose(rng.integers(5, size=n), shapes)
+        # four targets where a box can be pulled; the boxes on some of them will move, the others are parked
+        spots = floor & np.bitwise_or.reduce([shift(floor & shift(floor)) for shift in SHIFT])
+        targets, moving = np.zeros((2, n), np.uint64)
+        for moves in rng.integers(boxes_from, boxes_to + 1, (3, n)).min(0) > np.arange(4)[:, None]:
+            spot = any_bit(rng, spots & ~targets)
+            targets, moving = targets | spot, moving | spot * moves
+        parked, player = targets ^ moving, any_bit(rng, floor & ~targets)
+        box, budget, pushes = 0 * player, rng.integers(pulls_from, pulls_to + 1, (3, n)).min(0), []
+        for turn in range(pulls_to + 1):
+            free, reach = floor & ~(moving | parked), player
+            for _ in range(REACH if turn < pulls_to else walk):
+                for shift in SHIFT:
+                    reach = reach | free & shift(reach)
+            if turn == pulls_to:
+                break
+            # a box can be pulled by a move from the square beside it to the next; one still on its target comes first
+            pullable = np.stack([moving & SHIFT[m ^ 2](reach) & SHIFT[m ^ 2](SHIFT[m ^ 2](free)) for m in range(4)])
+            again = np.choose(move, pullable) & box * (rng.random(n) < 0.8)  # as a rule the last pull goes on
+            pullable = np.where((pullable & targets).any(0), pullable & targets, pullable)
+            move = np.where(again, move, (rng.random((4, n), np.float32) * (pullable != 0)).argmax(0))
+            pulled = np.where(again, again, any_bit(rng, np.choose(move, pullable))) * (turn < budget)
+            box = np.choose(move, [shift(pulled) for shift in SHIFT])
+            moving ^= pulled | box
+            player = np.where(pulled, np.choose(move, [shift(box) for shift in SHIFT]), player)
+            pushes.append((np.bitwise_count(box - 1), move ^ 2))
+        # keep the games that went well, and of those the levels not seen before
+        player, off = any_bit(rng, reach & ~targets), np.bitwise_count(moving & ~targets)
+        pushes = np.array(pushes[::-1], np.uint8).transpose(2, 0, 1)
+        good = (off >= boxes_from) & (off <= boxes_to) & (player != 0) & (np.bitwise_count(targets) == 4)
+        good &= (pushes[:, :, 0] < 64).sum(1) >= pulls_from
+        planes = np.stack([floor, targets, moving | parked, player], 1)[good].view(np.uint8).reshape(-1, 4, 8)
+        floor, targets, boxes, player = np.unpackbits(planes, 2, bitorder="little").reshape(-1, 4, 8, 8).swapaxes(0, 1)
+        levels = np.full((len(planes), 10, 10, 2), (1, 0), np.uint8)
+        levels[:, 1:9, 1:9] = np.stack([1 - floor + 2 * targets, 3 * player + 4 * boxes], -1)
         new = [i for i, key in enumerate(canonical_ids(levels).tolist()) if not (key in seen or seen.add(key))]
-        kept.append((levels[new], pushes[new]))
-    levels, pushes = map(np.concatenate, zip(*kept))
-    return levels[:count], pushes[:count]
+        kept.append((levels[new], pushes[good][new]))
+    return tuple(np.concatenate(parts)[:count] for parts in zip(*kept))
 
 
 def load_levels(name, offline=False, exclude=None):
@@ -425,7 +409,17 @@ def load_levels(name, offline=False, exclude=None):
         count, ids = (1000, ()) if exclude is None else (100_000, canonical_ids(exclude))
         levels, _ = generate_levels(name, count, seed, ids)
     else:
-        levels = read_levels(Path(name))
+        path = Path(name)
+        if not path.exists():
+            fail(f"levels {path}: no such file or folder, and not one of boxoban, boxoban-test, {', '.join(KINDS)}")
+        files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+        if not files:
+            fail(f"{path}: no .txt file in this folder")
+        with or_fail(f"{path}: not a readable level file"):
+            if path.suffix == ".npy":
+                levels = check_levels(np.array(np.lib.format.open_memmap(path, mode="r")), path)
+            else:
+                levels = np.concatenate([parse_levels(file.read_bytes(), file) for file in files])
     ids = level_ids(levels)
     distinct = np.sort(np.unique(ids, return_index=True)[1])
     keep = distinct if exclude is None else distinct[~np.isin(ids[distinct], level_ids(exclude))]
@@ -441,12 +435,9 @@ def load_levels(name, offline=False, exclude=None):
 # Environment
 # ======================================================================================================================
 class Sokoban:
-    """EnvPool's Sokoban-v0 in small pools, each with a level file of its own. A call steps all N environments.
-
-    shards: level arrays, one a pool; env_seeds: as many lists of seeds, one seed an environment.
+    """EnvPool's Sokoban-v0 in small pools, each with a level file (shard) of its own, each environment with its seed.
     A row that comes with done holds the last observation of its episode; the next call ignores the action and returns
-    the first one of a new episode.
-    """
+    the first one of a new episode."""
 
     def __init__(self, shards, env_seeds, max_episode_steps=120):
         self.pools, first = [], []
@@ -478,11 +469,8 @@ class Sokoban:
 
 
 def training_shards(levels, num_envs, seed):
-    """Pools of 16 environments or fewer, each with its part (shard) of the levels -> shards, seeds.
-
-    EnvPool keeps a copy of the pool's shard for each environment; all copies together stay under 1 GB. An environment
-    plays the levels of its shard alone.
-    """
+    """Pools of 16 environments or fewer, each with its part of the levels, which alone it plays -> shards, seeds.
+    EnvPool keeps a copy of the pool's shard for each environment; all copies together stay under 1 GB."""
     size = next(s for s in (16, 8, 4, 2, 1) if s == 1 or len(levels) * s * 228 < 1e9)  # bytes a level takes there
     n = -(-num_envs // size)  # with fewer levels than pools some pools share one
     seeds = np.random.SeedSequence(seed).generate_state(num_envs) >> 1
@@ -491,11 +479,8 @@ def training_shards(levels, num_envs, seed):
 
 @functools.cache
 def opening_seeds(n):
-    """Seeds with which an environment opens with level 0, 1, ... n-1 of a file of n <= 100 levels.
-
-    The level that EnvPool opens with depends on the seed and the number of levels alone, so any n levels will do to
-    find out; `evaluate` checks the result.
-    """
+    """Seeds with which an environment opens with level 0, 1, ... n-1 of a file of n <= 100 levels. Which one it is
+    depends on the seed and on n alone, so any n levels will do to find out; `evaluate` checks the result."""
     levels = np.load(EMBEDDED_TEST, allow_pickle=False)[:n]
     index, seeds = {level.tobytes(): k for k, level in enumerate(levels[..., ::-1])}, {}
     for start in itertools.count(0, 200):
@@ -514,8 +499,7 @@ EPS = 1e-5
 def lstm_gates(z, c, scale):
     """RMS norm over an expert's 4d channels, then LSTM gates. z (B, E, 4d, H, W), c (B, E, d, H, W) -> h, c."""
     z = z.float()
-    z = z * torch.rsqrt(z.square().mean(2, keepdim=True) + EPS) * scale
-    i, f, o, g = z.chunk(4, 2)
+    i, f, o, g = (z * torch.rsqrt(z.square().mean(2, keepdim=True) + EPS) * scale).chunk(4, 2)
     c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
     return torch.sigmoid(o) * torch.tanh(c), c
 
@@ -528,9 +512,8 @@ class LSTMGates(torch.autograd.Function):
         z = z.float()
         r = z.square().mean(2, keepdim=True).add_(EPS).rsqrt_()
         a = (z * r).mul_(scale)
-        d = c.shape[2]
-        i, f, o, g = a.split(d, 2)
-        a[:, :, : 3 * d].sigmoid_()
+        i, f, o, g = a.chunk(4, 2)
+        a[:, :, : -g.shape[2]].sigmoid_()
         g.tanh_()
         c_new = (f * c).addcmul_(i, g)
         tanh_c = c_new.tanh()
@@ -702,8 +685,7 @@ def gae(rewards, values, dones, timeouts, gamma, gae_lambda):
     rewards (T, B); values, dones, timeouts (T+1, B): dones[t] = 1 says that obs[t] is the last one of its episode (row
     t then is no step of any), timeouts[t] = 1 to bootstrap from its value. -> advantages (T, B), 0 in such rows.
     """
-    advantages = torch.zeros_like(rewards)
-    lastgaelam = torch.zeros_like(rewards[0])
+    advantages, lastgaelam = torch.zeros_like(rewards), torch.zeros_like(rewards[0])
     nextvalues = values * (1 - dones + timeouts)
     for t in reversed(range(len(rewards))):
         delta = rewards[t] + gamma * nextvalues[t + 1] - values[t]
