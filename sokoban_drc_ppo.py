@@ -880,12 +880,9 @@ if __name__ == "__main__":
             agent.load_state_dict(checkpoint["agent"])
     iteration, global_step, best, evaluated, elapsed, episodes = map(checkpoint.get, counters)
     episodes = deque(episodes, maxlen=400)  # [return, length, solved] of the last ones
-    if args.resume and checkpoint["finished"] and iteration >= args.num_iterations:
-        fail(f"{args.resume} is finished; raise --total-timesteps, or use --evaluate {path}")
 
-    signals = []  # those that came: finish the iteration and save
     eval_levels, eval_facts = load_levels(args.eval_levels, args.offline)
-    args.eval_levels = eval_facts["name"]
+    args.eval_levels, signals = eval_facts["name"], []  # signals that came
 
     def play(levels):
         with autocast():
@@ -900,19 +897,21 @@ if __name__ == "__main__":
 
     levels, facts = load_levels(args.levels, args.offline, exclude=eval_levels)
     args.levels = facts["name"]
+    # other seeds after a resume: the same ones would bring the same levels again
+    envs = Sokoban(*training_shards(levels, args.num_envs, [args.seed, iteration]), args.max_episode_steps)
+    print(f"EnvPool serves {args.levels} in {len(envs.pools)} pools: first observations checked")
     if args.resume:
+        if checkpoint["finished"] and iteration >= args.num_iterations:
+            fail(f"{args.resume} is finished; raise --total-timesteps, or use --evaluate {path}")
         if checkpoint["levels"]["sha256"] != facts["sha256"]:
             fail(f"{args.resume} was trained on {checkpoint['levels']}, and the levels available now are {facts}")
         if checkpoint["optimizer"] is None:
             fail(f"{path} has no optimizer's state: it is a copy of best.pt")
         optimizer.load_state_dict(checkpoint["optimizer"])
+        torch.set_rng_state(checkpoint["rng"][0])
+        if checkpoint["device"] == device.type:  # a GPU's state means nothing to another kind of device
+            device_rng.set_rng_state(checkpoint["rng"][1])
         print(f"going on at step {global_step:,}; new episodes begin, from zero state: EnvPool cannot be saved")
-    if args.track:
-        with or_fail("--track needs Weights & Biases: pip install wandb"):
-            import wandb
-    # other seeds after a resume: the same ones would bring the same levels again
-    envs = Sokoban(*training_shards(levels, args.num_envs, [args.seed, iteration]), args.max_episode_steps)
-    print(f"EnvPool serves {args.levels} in {len(envs.pools)} pools: first observations checked")
 
     status, commit = subprocess.getstatusoutput(f'git -C "{Path(__file__).parent}" rev-parse HEAD')
     about = {
@@ -927,25 +926,22 @@ if __name__ == "__main__":
     name = f"L{args.layers}E{args.experts}d{args.width}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     name = f"{Path(__file__).stem}__{Path(args.levels).name[:100]}__{name}"
     run_dir = Path(args.resume or Path(args.runs_dir) / name)
-    with or_fail(f"--runs-dir {args.runs_dir} cannot be written to"):
+    with contextlib.ExitStack() as undo, or_fail(f"{run_dir} cannot be written to"):
         for i in itertools.count(2) if not args.resume else ():
             with contextlib.suppress(FileExistsError):
                 os.makedirs(run_dir)
+                undo.callback(shutil.rmtree, run_dir)
                 break
             run_dir = Path(args.runs_dir) / f"{name}-{i}"  # two runs that start in the same second get two folders
-    if args.track:  # before the first SummaryWriter, which it watches
-        wandb.init(project="temporal-recurrence", id=run_dir.name, config=about, resume="allow", sync_tensorboard=True)
-    try:
+        if args.track:  # before the first SummaryWriter, which it watches
+            with or_fail("--track needs Weights & Biases: pip install wandb"):
+                import wandb
+            wandb.init(
+                project="temporal-recurrence", id=run_dir.name, config=about, resume="allow", sync_tensorboard=True
+            )
         write_atomically(run_dir / "args.json", lambda f: f.write((json.dumps(about, indent=1) + "\n").encode()))
         records = Records(run_dir, global_step)
-    except OSError as e:
-        if not args.resume:
-            shutil.rmtree(run_dir)
-        fail(f"{run_dir} cannot be written to ({e})")
-    if args.resume:  # last, since what came before may have drawn random numbers
-        torch.set_rng_state(checkpoint["rng"][0])
-        if checkpoint["device"] == device.type:  # a GPU's state means nothing to another kind of device
-            device_rng.set_rng_state(checkpoint["rng"][1])
+        undo.pop_all()  # all is well: the folder stays
 
     def save(name, finished=False):
         seconds = elapsed + time.time() - start_time
@@ -961,7 +957,7 @@ if __name__ == "__main__":
             return False
         return True
 
-    def on_signal(signum, frame):
+    def on_signal(signum, frame):  # finish the iteration and save
         signals.append(signum)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C does not wait
 
