@@ -202,7 +202,7 @@ def parse_args(argv=None):
             fail(f"{flag} is empty")
         if isinstance(value, int | float) and not low <= value <= high:
             fail(f"{flag} must be from {low} to {high:,}, not {value!r}")
-        if name in ("levels", "eval_levels") and value not in (*KINDS, "boxoban", "boxoban-test"):
+        if name in ("levels", "eval_levels") and value not in NAMES:
             value = str(Path(value).resolve())  # the same in another working directory
             setattr(args, name, value)
         free = name not in MODEL_ARGS if args.evaluate else name in CHANGEABLE
@@ -238,10 +238,6 @@ def canonical_ids(levels):
     """Content hash that is the same for the 8 rotations and reflections of a level, (N, 10, 10, 2) -> (N,) uint64."""
     sides = levels, levels[:, ::-1]
     return np.min([level_ids(np.rot90(side, k, (1, 2))) for side in sides for k in range(4)], axis=0)
-
-
-def level_hash(levels):
-    return hashlib.sha256(levels.tobytes()).hexdigest()[:16]
 
 
 def check_levels(levels, name):
@@ -292,10 +288,10 @@ def write_atomically(path, write):
 
 
 def boxoban_train(offline):
-    """Text of the official unfiltered-train levels, from the cache or downloaded; None where it cannot be had."""
+    """File of the official unfiltered-train levels, in the cache or downloaded there; None where it cannot be had."""
     cached = CACHE / "unfiltered-train.txt"
-    if cached.is_file() and hashlib.sha256(text := cached.read_bytes()).hexdigest().startswith(TRAIN_SHA256):
-        return text
+    if cached.is_file() and hashlib.sha256(cached.read_bytes()).hexdigest().startswith(TRAIN_SHA256):
+        return cached
     if offline:
         return None
     try:  # in a thread, since the look-up of a host's name knows no time limit
@@ -310,7 +306,7 @@ def boxoban_train(offline):
         if not https or not hashlib.sha256(text).hexdigest().startswith(TRAIN_SHA256):
             raise ValueError("not over HTTPS, or not the sha256 of the official levels")
         write_atomically(cached, lambda f: f.write(text))
-        return text
+        return cached
     except Exception as e:  # a network, a server, an archive and a disk fail in many ways
         print(f"download of {TRAIN_URL} to {cached} failed: {e!r}")
 
@@ -325,6 +321,7 @@ KINDS = {  # boxes off their targets and pushes (from, to; few are more likely),
     "medium-easy": (2, 3, 10, 30, REACH),
     "easy": (1, 2, 2, 8, 0),
 }
+NAMES = ("boxoban", "boxoban-test", *KINDS)
 
 
 def any_bit(rng, bits):
@@ -336,11 +333,9 @@ def any_bit(rng, bits):
 
 
 def generate_levels(kind, count, seed, exclude=(), n=5000):
-    """Distinct levels, also when rotated or mirrored, without those of the canonical ids `exclude`.
-
-    -> levels (count, 10, 10, 2); the pushes that solve them (count, pulls_to, 2) uint8: bit number of the box (64: no
-    push), move (0 up, 1 right, 2 down, 3 left)
-    """
+    """Distinct levels, also when rotated or mirrored, without those of the canonical ids `exclude` -> levels (count,
+    10, 10, 2); the pushes that solve them (count, pulls_to, 2) uint8: bit number of the box (64: no push), move (0 up,
+    1 right, 2 down, 3 left)."""
     boxes_from, boxes_to, pulls_from, pulls_to, walk = KINDS[kind]
     rng, seen, kept = np.random.default_rng(seed), set(map(int, exclude)), []
     while sum(len(levels) for levels, _ in kept) < count:
@@ -395,26 +390,19 @@ def generate_levels(kind, count, seed, exclude=(), n=5000):
 def load_levels(name, offline=False, exclude=None):
     """Levels by name or path -> (levels without duplicates, their real name, number and hash). `exclude`: evaluation
     levels, which are left out; from generated levels also where they are rotated or mirrored."""
-    text = boxoban_train(offline) if name == "boxoban" else None
-    if name == "boxoban" and not text:
+    path = EMBEDDED_TEST if name == "boxoban-test" else boxoban_train(offline) if name == "boxoban" else Path(name)
+    if not path:
         print("!" * 100 + "\n!! Boxoban levels are not available: GENERATED levels instead.")
         print("!! Run once with network, or name a copy (--levels PATH).\n" + "!" * 100)
         name = "generated"
-    if text:
-        levels = parse_levels(text, name)
-    elif name == "boxoban-test":
-        levels = np.load(EMBEDDED_TEST, allow_pickle=False)
-    elif name in KINDS:
+    if name in KINDS:
         seed = 2 * list(KINDS).index(name) + (exclude is None)  # fixed, whatever --seed is
         count, ids = (1000, ()) if exclude is None else (100_000, canonical_ids(exclude))
         levels, _ = generate_levels(name, count, seed, ids)
     else:
-        path = Path(name)
-        if not path.exists():
-            fail(f"levels {path}: no such file or folder, and not one of boxoban, boxoban-test, {', '.join(KINDS)}")
-        files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+        files = sorted(path.rglob("*.txt")) if path.is_dir() else [path] * path.exists()
         if not files:
-            fail(f"{path}: no .txt file in this folder")
+            fail(f"{path}: no such file, or no .txt file in that folder; the names are {', '.join(NAMES)}")
         with or_fail(f"{path}: not a readable level file"):
             if path.suffix == ".npy":
                 levels = check_levels(np.array(np.lib.format.open_memmap(path, mode="r")), path)
@@ -425,7 +413,7 @@ def load_levels(name, offline=False, exclude=None):
     keep = distinct if exclude is None else distinct[~np.isin(ids[distinct], level_ids(exclude))]
     if not len(keep):
         fail(f"--levels {name}: every level is also an evaluation level; none is left to train on")
-    facts = {"name": name, "count": len(keep), "sha256": level_hash(levels[keep])}
+    facts = {"name": name, "count": len(keep), "sha256": hashlib.sha256(levels[keep].tobytes()).hexdigest()[:16]}
     left_out = f"{len(ids) - len(distinct)} duplicates, {len(distinct) - len(keep)} evaluation levels"
     print(f"levels {name}: {len(keep)}, sha256 {facts['sha256']}; left out: {left_out}")
     return levels[keep], facts
@@ -443,7 +431,7 @@ class Sokoban:
         self.pools, first = [], []
         self.edges = np.cumsum([len(seeds) for seeds in env_seeds])[:-1]
         for levels, seeds in zip(shards, env_seeds):
-            base = CACHE / "shards" / level_hash(levels)
+            base = CACHE / "shards" / hashlib.sha256(levels.tobytes()).hexdigest()[:16]
             path = base / "jumanji" / "assets" / "boxoban" / "unfiltered-test.npy"  # the one name that EnvPool reads
             with or_fail("cannot write EnvPool's level file; name another folder in the variable BOXOBAN_CACHE"):
                 if not path.is_file():
@@ -452,8 +440,7 @@ class Sokoban:
             options |= {"base_path": str(base), "max_episode_steps": max_episode_steps}
             self.pools.append(envpool.make("Sokoban-v0", env_type="gymnasium", **options))
             first.append(self.pools[-1].reset()[0]["grid"])
-            known = {level.tobytes() for level in levels[..., ::-1]}
-            if not all(grid.tobytes() in known for grid in first[-1]):  # given a wrong path it serves one toy level
+            if not np.isin(level_ids(first[-1][..., ::-1]), level_ids(levels)).all():  # a wrong path gives a toy level
                 raise RuntimeError(f"EnvPool does not serve the levels of {path}")
         self.first = np.concatenate(first)
 
@@ -482,12 +469,8 @@ def opening_seeds(n):
     """Seeds with which an environment opens with level 0, 1, ... n-1 of a file of n <= 100 levels. Which one it is
     depends on the seed and on n alone, so any n levels will do to find out; `evaluate` checks the result."""
     levels = np.load(EMBEDDED_TEST, allow_pickle=False)[:n]
-    index, seeds = {level.tobytes(): k for k, level in enumerate(levels[..., ::-1])}, {}
-    for start in itertools.count(0, 200):
-        for seed, grid in enumerate(Sokoban([levels], [range(start, start + 200)]).first, start):
-            seeds.setdefault(index[grid.tobytes()], seed)
-        if len(seeds) == n:
-            return [seeds[k] for k in range(n)]
+    opened = level_ids(Sokoban([levels], [range(20 * n)]).first[..., ::-1])  # enough seeds to open with each level
+    return [np.flatnonzero(opened == level)[0] for level in level_ids(levels)]
 
 
 # ======================================================================================================================
@@ -680,11 +663,9 @@ class Agent(nn.Module):
 
 
 def gae(rewards, values, dones, timeouts, gamma, gae_lambda):
-    """Generalised advantage estimation (Schulman et al. 2016) under next-step autoreset.
-
-    rewards (T, B); values, dones, timeouts (T+1, B): dones[t] = 1 says that obs[t] is the last one of its episode (row
-    t then is no step of any), timeouts[t] = 1 to bootstrap from its value. -> advantages (T, B), 0 in such rows.
-    """
+    """Generalised advantage estimation (Schulman et al. 2016) under next-step autoreset. rewards (T, B); values, dones,
+    timeouts (T+1, B): dones[t] = 1 says that obs[t] is the last one of its episode (row t then is no step of any),
+    timeouts[t] = 1 to bootstrap from its value. -> advantages (T, B), 0 in such rows."""
     advantages, lastgaelam = torch.zeros_like(rewards), torch.zeros_like(rewards[0])
     nextvalues = values * (1 - dones + timeouts)
     for t in reversed(range(len(rewards))):
@@ -722,19 +703,18 @@ def ppo_loss(agent, mb, args):
 # ======================================================================================================================
 @torch.no_grad()
 def evaluate(agent, levels, device, sample=False, thinking_steps=0, seed=0, stopped=lambda: False):
-    """Play each level once, 120 steps at most, without touching the training's random state.
-
-    levels (N, 10, 10, 2), all different -> dict of solved, returns, lengths (N,) and frames, the grids (4, 10, 10, 2)
-    of the first levels after every step; None where `stopped` answers True.
-    """
-    generator, results, frames = torch.Generator(device=device).manual_seed(seed), [], []
-    for batch in np.split(levels, range(1000, len(levels), 1000)):
+    """Play each level once, 120 steps at most, without touching the training's random state. levels (N, 10, 10, 2),
+    all different -> dict of solved, returns, lengths (N,) and frames, the grids (4, 10, 10, 2) of the first levels
+    after every step; None where `stopped` answers True."""
+    generator, frames = torch.Generator(device=device).manual_seed(seed), [levels[:4, ..., ::-1]]
+    played = np.zeros((3, len(levels)))  # solved, return, length
+    for start in range(0, len(levels), 1000):
+        batch = levels[start : start + 1000]
         shards, n = np.split(batch, range(100, len(batch), 100)), len(batch)
         envs = Sokoban(shards, [opening_seeds(len(s)) for s in shards])
-        grid, film = envs.first, [envs.first[:4].copy()]
+        grid = envs.first
         if not (grid == batch[..., ::-1]).all():
             raise RuntimeError("EnvPool does not open with the wanted levels; is this envpool 1.2.5?")
-        played = np.zeros((3, n))  # solved, return, length
         state, first, alive = agent.initial_state(n, device), torch.ones(1, n, device=device), np.arange(n)
         for thinking in itertools.count(-thinking_steps):
             if stopped():
@@ -747,17 +727,15 @@ def evaluate(agent, levels, device, sample=False, thinking_steps=0, seed=0, stop
             choice = torch.multinomial(probs, 1, generator=generator)[:, 0] if sample else probs.argmax(-1)
             actions[alive] = choice.cpu().numpy()
             grid, reward, done, _, solved = envs.step(actions)
-            played[:, alive] += np.stack([solved, reward, np.ones(n)])[:, alive]
-            film.append(film[-1].copy())
-            film[-1][alive[alive < 4]] = grid[alive[alive < 4]]
+            played[:, start + alive] += np.stack([solved, reward, np.ones(n)])[:, alive]
+            if start == 0:
+                frames.append(frames[-1].copy())
+                frames[-1][alive[alive < 4]] = grid[alive[alive < 4]]
             running = ~done[alive]  # finished episodes leave the batch
             alive, state, first = alive[running], state[torch.from_numpy(running)], first[:, : running.sum()]
             if not len(alive):
                 break
-        frames = frames or film
-        results.append(played)
-    solved, returns, lengths = np.concatenate(results, 1)
-    return {"solved": solved > 0, "returns": returns, "lengths": lengths.astype(int), "frames": frames}
+    return {"solved": played[0] > 0, "returns": played[1], "lengths": played[2].astype(int), "frames": frames}
 
 
 def summarise(result):
@@ -868,8 +846,8 @@ if __name__ == "__main__":
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         agent(*inputs)
     model_facts["flops_per_step"] = counter.get_total_flops()  # forward
-    print(f"agent L={args.layers} E={args.experts} d={args.width}: {model_facts}")
-    print(f"{device}, {torch.get_num_threads()} torch threads")
+    machine = f"{platform.platform()}, {device}, {torch.get_num_threads()} torch threads"
+    print(f"{machine}\nagent L={args.layers} E={args.experts} d={args.width}: {model_facts}")
 
     # where a run begins, or goes on
     checkpoint = {"iteration": 0, "global_step": 0, "best": -1.0, "evaluated": 0, "elapsed": 0.0, "episodes": []}
@@ -881,8 +859,9 @@ if __name__ == "__main__":
     iteration, global_step, best, evaluated, elapsed, episodes = map(checkpoint.get, counters)
     episodes = deque(episodes, maxlen=400)  # [return, length, solved] of the last ones
 
+    signals = []  # those that came while training
     eval_levels, eval_facts = load_levels(args.eval_levels, args.offline)
-    args.eval_levels, signals = eval_facts["name"], []  # signals that came
+    args.eval_levels = eval_facts["name"]
 
     def play(levels):
         with autocast():
@@ -897,9 +876,6 @@ if __name__ == "__main__":
 
     levels, facts = load_levels(args.levels, args.offline, exclude=eval_levels)
     args.levels = facts["name"]
-    # other seeds after a resume: the same ones would bring the same levels again
-    envs = Sokoban(*training_shards(levels, args.num_envs, [args.seed, iteration]), args.max_episode_steps)
-    print(f"EnvPool serves {args.levels} in {len(envs.pools)} pools: first observations checked")
     if args.resume:
         if checkpoint["finished"] and iteration >= args.num_iterations:
             fail(f"{args.resume} is finished; raise --total-timesteps, or use --evaluate {path}")
@@ -912,6 +888,9 @@ if __name__ == "__main__":
         if checkpoint["device"] == device.type:  # a GPU's state means nothing to another kind of device
             device_rng.set_rng_state(checkpoint["rng"][1])
         print(f"going on at step {global_step:,}; new episodes begin, from zero state: EnvPool cannot be saved")
+    # other seeds after a resume: the same ones would bring the same levels again
+    envs = Sokoban(*training_shards(levels, args.num_envs, [args.seed, iteration]), args.max_episode_steps)
+    print(f"EnvPool serves {args.levels} in {len(envs.pools)} pools: first observations checked")
 
     status, commit = subprocess.getstatusoutput(f'git -C "{Path(__file__).parent}" rev-parse HEAD')
     about = {
@@ -921,7 +900,7 @@ if __name__ == "__main__":
         "model": model_facts,
         "versions": {m.__name__: m.__version__ for m in (torch, envpool, np)} | {"python": sys.version.split()[0]},
         "git_commit": None if status else commit,
-        "machine": f"{platform.platform()}, {device}, {torch.get_num_threads()} torch threads",
+        "machine": machine,
     }
     name = f"L{args.layers}E{args.experts}d{args.width}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     name = f"{Path(__file__).stem}__{Path(args.levels).name[:100]}__{name}"
@@ -1041,13 +1020,10 @@ if __name__ == "__main__":
                 updates += 1
                 for k, v in scalars.items():
                     sums[k] += v
-        if device.type == "cuda":
-            torch.cuda.synchronize()  # so that the timers tell the truth
+        if not math.isfinite(sum(p.detach().sum() for p in agent.parameters())):  # waits for a GPU
+            fail(f"the weights are not finite after step {global_step:,}; checkpoints in {run_dir} are from before")
         timers["update"] += time.perf_counter() - clock
         bar.update(args.batch_size)
-        if not math.isfinite(sum(p.detach().sum() for p in agent.parameters())):
-            bar.close()
-            fail(f"the weights are not finite after step {global_step:,}; checkpoints in {run_dir} are from before")
 
         # evaluation
         last, result = iteration == args.num_iterations, None

@@ -160,9 +160,9 @@ def test_download_takes_the_training_files_only_and_checks_them(monkeypatch, tmp
     assert drc.boxoban_train(offline=False) is None and not list(tmp_path.iterdir())  # another sha256: refused
     wanted = text_of(LEVEL, LEVEL) + text
     monkeypatch.setattr(drc, "TRAIN_SHA256", drc.hashlib.sha256(wanted).hexdigest()[:16])
-    assert drc.boxoban_train(offline=False) == wanted
+    assert drc.boxoban_train(offline=False).read_bytes() == wanted
     monkeypatch.setattr(drc.urllib.request, "urlopen", None)
-    assert drc.boxoban_train(offline=True) == wanted  # from the cache
+    assert drc.boxoban_train(offline=True).read_bytes() == wanted  # from the cache
     (tmp_path / "cache" / "unfiltered-train.txt").write_bytes(wanted[:-9])
     assert drc.boxoban_train(offline=True) is None  # damaged
 
