@@ -506,7 +506,6 @@ class LSTMGates(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dh, dc):
         z, r, a, c, tanh_c, scale = ctx.saved_tensors
-        B, E, channels = z.shape[:3]
         i, f, o, g = a.chunk(4, 2)
         dh_tanh_c = dh * tanh_c
         dc = torch.addcmul(dh, dh_tanh_c, tanh_c, value=-1).mul_(o).add_(dc)
@@ -516,13 +515,12 @@ class LSTMGates(torch.autograd.Function):
         df.mul_(dc).mul_(c)
         do.mul_(dh_tanh_c)
         torch.mul(g, g, out=dg).neg_().add_(1).mul_(dc).mul_(i)  # tanh' = 1 - a^2
-        dc.mul_(f)
         # y = scale r z with r = rsqrt(mean(z^2) + eps): dz = r (scale dy - z r^2 mean(scale dy z))
         az = (da * z).flatten(3)
-        dscale = (az @ r.view(B, E, -1, 1)).sum(0).view_as(scale)
-        mean = (scale.view(1, E, 1, channels) @ az).view_as(r) / channels
+        dscale = (az @ r.flatten(3).mT).sum(0).view_as(scale)
+        mean = (scale.flatten(1).unsqueeze(1) @ az).view_as(r) / az.shape[2]
         dz = da.mul_(scale).addcmul_(z, mean.mul_(r).mul_(r), value=-1).mul_(r)
-        return dz, dc, dscale
+        return dz, dc.mul_(f), dscale
 
 
 def lecun_normal(module, fan_in):
@@ -604,7 +602,6 @@ class Agent(nn.Module):
             lecun_normal(layer, layer.in_features)
 
     def initial_state(self, batch, device=None):
-        """(batch, channels, 10, 10) of zeros."""
         return torch.zeros(batch, sum(self.state_channels), 10, 10, device=device)
 
     def encode(self, obs):
