@@ -693,10 +693,10 @@ def ppo_loss(agent, mb, args):
 # Evaluation
 # ======================================================================================================================
 @torch.no_grad()
-def evaluate(agent, levels, device, sample=False, thinking_steps=0, seed=0, stopped=lambda: False):
+def evaluate(agent, levels, device, sample=False, thinking_steps=0, seed=0, stop=()):
     """Play each level once, 120 steps at most, without touching the training's random state. levels (N, 10, 10, 2),
     all different -> dict of solved, returns, lengths (N,) and frames, the grids (4, 10, 10, 2) of the first levels
-    after every step; None where `stopped` answers True."""
+    after every step; None as soon as `stop` is not empty."""
     generator, frames = torch.Generator(device=device).manual_seed(seed), [levels[:4, ..., ::-1]]
     played = np.zeros((3, len(levels)))  # solved, return, length
     for start in range(0, len(levels), 1000):
@@ -708,7 +708,7 @@ def evaluate(agent, levels, device, sample=False, thinking_steps=0, seed=0, stop
             raise RuntimeError("EnvPool does not open with the wanted levels; is this envpool 1.2.5?")
         state, first, alive = agent.initial_state(n, device), torch.ones(1, n, device=device), np.arange(n)
         for thinking in itertools.count(-thinking_steps):
-            if stopped():
+            if stop:
                 return None
             logits, _, state = agent(torch.from_numpy(grid[alive]).to(device).unsqueeze(0), first, state)
             first = torch.zeros_like(first)
@@ -782,9 +782,7 @@ class Records:
 
 def load_checkpoint(path):
     """Stops with a message where the file is missing, truncated or not one of this script's."""
-    if not Path(path).is_file():
-        fail(f"there is no checkpoint {path}")
-    with or_fail(f"{path} is no whole checkpoint"):
+    with or_fail(f"there is no checkpoint {path}, or no whole checkpoint"):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         script = checkpoint["script"]
     if script != Path(__file__).stem:
@@ -841,13 +839,13 @@ if __name__ == "__main__":
     print(f"{machine}\nagent L={args.layers} E={args.experts} d={args.width}: {model_facts}")
 
     # where a run begins, or goes on
-    checkpoint = {"iteration": 0, "global_step": 0, "best": -1.0, "evaluated": 0, "elapsed": 0.0, "episodes": []}
+    checkpoint = {"iteration": 0, "global_step": 0, "best": -1.0, "elapsed": 0.0, "episodes": []}
     counters = list(checkpoint)
     if path := args.evaluate or args.resume and Path(args.resume) / "last.pt":
         checkpoint |= load_checkpoint(path)
         with or_fail(f"{path} holds an agent of another shape"):
             agent.load_state_dict(checkpoint["agent"])
-    iteration, global_step, best, evaluated, elapsed, episodes = map(checkpoint.get, counters)
+    iteration, global_step, best, elapsed, episodes = map(checkpoint.get, counters)
     episodes = deque(episodes, maxlen=400)  # [return, length, solved] of the last ones
 
     signals = []  # those that came while training
@@ -856,7 +854,7 @@ if __name__ == "__main__":
 
     def play(levels):
         with autocast():
-            return evaluate(agent, levels, device, args.eval_sample, args.thinking_steps, args.seed, lambda: signals)
+            return evaluate(agent, levels, device, args.eval_sample, args.thinking_steps, args.seed, signals)
 
     if args.evaluate:
         result = play(eval_levels)
@@ -915,7 +913,7 @@ if __name__ == "__main__":
 
     def save(name, finished=False):
         seconds = elapsed + time.time() - start_time
-        state = dict(zip(counters, (iteration, global_step, best, evaluated, seconds, list(episodes))))
+        state = dict(zip(counters, (iteration, global_step, best, seconds, list(episodes))))
         state |= {"script": Path(__file__).stem, "args": asdict(args), "levels": facts, "finished": finished}
         state |= {"rng": [torch.get_rng_state(), device_rng.get_rng_state()], "device": device.type}
         state["agent"] = agent.state_dict()
@@ -950,12 +948,12 @@ if __name__ == "__main__":
     episode_return, episode_length, was_done = np.zeros(N), np.zeros(N, int), np.zeros(N, bool)
     interval, done_rows = 0.5 if sys.stderr.isatty() else 30, iteration * args.batch_size
     bar = tqdm(total=args.total_timesteps, initial=done_rows, unit="step", unit_scale=True, mininterval=interval)
-    timers, sums, updates = defaultdict(float), defaultdict(float), 0
+    timers, losses = defaultdict(float), defaultdict(list)
     start_time = logged_time = time.time()
-    logged_step, saved = global_step, global_step
+    logged_step = global_step
 
     while iteration < args.num_iterations:
-        iteration += 1
+        iteration, before = iteration + 1, global_step
         if args.anneal_lr:
             optimizer.param_groups[0]["lr"] = (1 - (iteration - 1) / args.num_iterations) * args.learning_rate
 
@@ -1008,9 +1006,8 @@ if __name__ == "__main__":
                 loss.backward()
                 scalars["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 optimizer.step()
-                updates += 1
                 for k, v in scalars.items():
-                    sums[k] += v
+                    losses[k].append(v)
         if not math.isfinite(sum(p.detach().sum() for p in agent.parameters())):  # waits for a GPU
             fail(f"the weights are not finite after step {global_step:,}; checkpoints in {run_dir} are from before")
         timers["update"] += time.perf_counter() - clock
@@ -1018,20 +1015,19 @@ if __name__ == "__main__":
 
         # evaluation
         last, result = iteration == args.num_iterations, None
-        if args.eval_every and not last and global_step // args.eval_every > evaluated // args.eval_every:
+        if args.eval_every and not last and global_step // args.eval_every > before // args.eval_every:
             clock = time.perf_counter()
             result = play(eval_levels[:256])
-            evaluated = global_step if result else evaluated
             timers["evaluation"] += time.perf_counter() - clock
 
         # records
         stop = bool(signals)
-        saving = last or stop or global_step // args.checkpoint_every > saved // args.checkpoint_every
+        saving = last or stop or global_step // args.checkpoint_every > before // args.checkpoint_every
         if result or saving or iteration % args.log_every == 0:
             seconds, valid = time.time() - logged_time, 1 - dones[:T]
             variance = masked_mean((returns - masked_mean(returns, valid)).square(), valid)
             unexplained = masked_mean((returns - values[:T]).square(), valid) / variance.clamp(min=1e-8)
-            scalars = {f"losses/{k}": float(v) / updates for k, v in sums.items()}
+            scalars = {f"losses/{k}": float(sum(v)) / len(v) for k, v in losses.items()}
             scalars["losses/explained_variance"] = 1 - float(unexplained)
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
             scalars["charts/SPS"] = (global_step - logged_step) / seconds
@@ -1045,13 +1041,12 @@ if __name__ == "__main__":
             if result:
                 scalars |= summarise(result)
             records.write(global_step, scalars)
-            timers.clear(), sums.clear()
-            logged_time, logged_step, updates = time.time(), global_step, 0
+            timers.clear(), losses.clear()
+            logged_time, logged_step = time.time(), global_step
         if result and scalars["eval/solve_rate"] > best:
             best = scalars["eval/solve_rate"]
             save("best.pt")
         if saving:
-            saved = global_step
             save("last.pt")
         if stop:
             break
