@@ -27,6 +27,7 @@ import signal
 import subprocess
 import sys
 import time
+import timeit
 import urllib.request
 import zipfile
 from collections import defaultdict, deque
@@ -164,6 +165,15 @@ def fail(message):
     sys.exit(2)
 
 
+@contextlib.contextmanager
+def or_fail(message):
+    """`fail` where the block raises an error, with the beginning of what it says."""
+    try:
+        yield
+    except Exception as e:
+        fail(f"{message} ({type(e).__name__}: {' '.join(str(e).split())[:200]})")
+
+
 def work(cell, layers, experts, width):
     """The paper's proxy W of the work of one environment step."""
     return layers * experts * width * (32 + 2 * width if cell == "convlstm" else 16 + width / 2)
@@ -171,43 +181,38 @@ def work(cell, layers, experts, width):
 
 def parse_args(argv=None):
     """Read and check the command line; with --resume or --evaluate the saved run's settings are the defaults."""
-    args = tyro.cli(Args, args=argv)
+    args, saved = tyro.cli(Args, args=argv), {}
     if args.resume is not None and args.evaluate is not None:
         fail("--resume and --evaluate exclude each other")
-    if args.resume or args.evaluate:
-        path = args.evaluate or Path(args.resume) / "args.json"
-        try:
+    if path := args.evaluate or args.resume and Path(args.resume) / "args.json":
+        with or_fail(f"{path} is missing or damaged; --resume takes a run's folder"):
             saved = load_checkpoint(path)["args"] if args.evaluate else json.loads(path.read_text())["args"]
             used = MODEL_ARGS + ("eval_levels", "seed", "amp") if args.evaluate else saved
             saved = {f.name: saved[f.name] for f in fields(Args) if f.init and f.name in used and f.name in saved}
-        except (OSError, ValueError, KeyError, TypeError) as e:
-            fail(f"{path} is missing or damaged ({type(e).__name__}: {e}); --resume takes a run's folder")
         args = tyro.cli(Args, args=argv, default=Args(**saved))
-    for f in fields(Args):
-        flag, value = "--" + f.name.replace("_", "-"), getattr(args, f.name)
-        low, high = int(f.name in POSITIVE), 1 if f.name in ("gamma", "gae_lambda") else 2**31 - 1
-        if value == "" or isinstance(value, int | float) and not low <= value <= high:
-            fail(f"{flag} must be from {low} to {high:,}, not {value!r}" if value != "" else f"{flag} is empty")
-    for name in ("levels", "eval_levels"):  # a path must mean the same in another working directory
-        value = getattr(args, name)
-        if value not in (*KINDS, "boxoban", "boxoban-test"):
-            setattr(args, name, str(Path(value).resolve()))
     if args.budget:
         table = BUDGETS[args.budget][1]
         if args.layers not in table:
             fail(f"--budget {args.budget} has no agent of {args.layers} layers, only of {list(table)}")
         args.experts, args.width = table[args.layers]
-    if args.resume or args.evaluate:
-        for name in saved:
-            free = name not in MODEL_ARGS if args.evaluate else name in CHANGEABLE
-            if not free and getattr(args, name) != saved[name]:
-                flag = "--" + name.replace("_", "-")
-                fail(f"{flag} {getattr(args, name)} differs from the saved run's {saved[name]}; omit {flag}")
-    if args.num_envs % args.num_minibatches and not args.evaluate:
+    for name, value in vars(args).items():
+        flag, low = "--" + name.replace("_", "-"), int(name in POSITIVE)
+        high = 1 if name in ("gamma", "gae_lambda") else 2**31 - 1
+        if value == "":
+            fail(f"{flag} is empty")
+        if isinstance(value, int | float) and not low <= value <= high:
+            fail(f"{flag} must be from {low} to {high:,}, not {value!r}")
+        if name in ("levels", "eval_levels") and value not in NAMES:
+            value = str(Path(value).resolve())  # the same in another working directory
+            setattr(args, name, value)
+        free = name not in MODEL_ARGS if args.evaluate else name in CHANGEABLE
+        if name in saved and value != saved[name] and not free:
+            fail(f"{flag} {value} differs from the saved run's {saved[name]}; omit {flag}")
+    if args.num_envs % args.num_minibatches:
         fail(f"--num-envs {args.num_envs} is not divisible by --num-minibatches {args.num_minibatches}")
     args.batch_size = args.num_envs * args.num_steps
     args.num_iterations = args.total_timesteps // args.batch_size
-    if args.num_iterations < 1 and not args.evaluate:
+    if args.num_iterations < 1:
         fail(f"--total-timesteps {args.total_timesteps} is less than one rollout of {args.batch_size} steps")
     return args
 
@@ -220,8 +225,7 @@ TRAIN_URL = "https://github.com/google-deepmind/boxoban-levels/archive/refs/head
 TRAIN_SHA256 = "a952bc817fc1fc96"  # first 16 hex digits, over the 900 files of unfiltered/train in order of their names
 EMBEDDED_TEST = Path(envpool.__file__).parent / "jumanji" / "assets" / "boxoban" / "unfiltered-test.npy"
 CELLS = np.full((256, 2), 255, np.uint8)  # character -> (fixed, movable)
-for char, cell in {"#": (1, 0), " ": (0, 0), ".": (2, 0), "$": (0, 4), "@": (0, 3), "*": (2, 4), "+": (2, 3)}.items():
-    CELLS[ord(char)] = cell
+CELLS[list(b"# .$@*+")] = (1, 0), (0, 0), (2, 0), (0, 4), (0, 3), (2, 4), (2, 3)
 
 
 def level_ids(levels):
@@ -236,24 +240,10 @@ def canonical_ids(levels):
     return np.min([level_ids(np.rot90(side, k, (1, 2))) for side in sides for k in range(4)], axis=0)
 
 
-def level_hash(levels):
-    return hashlib.sha256(levels.tobytes()).hexdigest()[:16]
-
-
-def parse_levels(text, name):
-    """Text in Boxoban's format (bytes) -> levels (N, 10, 10, 2). Stops with file and level where one is broken."""
-    head, *levels = re.split(rb"(?m)^;.*$", text.replace(b"\r\n", b"\n"))
-    if head.strip() or not levels:
-        fail(f"{name}: not in Boxoban's text format (a line '; number', then 10 rows of 10 characters)")
-    levels = [level.strip(b"\n") + b"\n" for level in levels]
-    for k, level in enumerate(levels):
-        if len(level) != 110 or level[10::11] != b"\n" * 10:
-            fail(f"{name}, level {k} (from 0): not 10 rows of 10 characters")
-    return check_levels(CELLS[np.frombuffer(b"".join(levels), np.uint8).reshape(-1, 10, 11)[..., :10]], name)
-
-
 def check_levels(levels, name):
     """Stop with file and level unless each has 4 boxes, 4 targets, 1 player and a closed border."""
+    if levels.dtype != np.uint8 or levels.shape[1:] != (10, 10, 2) or not len(levels):
+        fail(f"{name}: {levels.dtype} {levels.shape}; uint8 (N, 10, 10, 2) wanted, [..., 0] fixed, [..., 1] movable")
     fixed, movable = levels[..., 0].reshape(-1, 100), levels[..., 1].reshape(-1, 100)
     border = np.pad(np.zeros((8, 8), bool), 1, constant_values=True).ravel()
     checks = {
@@ -271,86 +261,67 @@ def check_levels(levels, name):
     return levels
 
 
-def read_levels(path):
-    """A Boxoban text file, a folder of them, or a .npy of (N, 10, 10, 2) uint8 -> checked levels."""
-    path = Path(path)
-    if not path.exists():
-        fail(f"levels {path}: no such file or folder, and not one of boxoban, boxoban-test, {', '.join(KINDS)}")
-    try:
-        if path.suffix != ".npy":
-            files = sorted(f for f in path.rglob("*.txt") if f.is_file()) if path.is_dir() else [path]
-            if not files:
-                fail(f"{path}: no .txt file in this folder")
-            return np.concatenate([parse_levels(f.read_bytes().removeprefix(b"\xef\xbb\xbf"), f) for f in files])
-        levels = np.lib.format.open_memmap(path, mode="r")
-    except Exception as e:  # a damaged .npy header raises many kinds
-        fail(f"{path}: not a readable level file ({type(e).__name__}: {e})")
-    if levels.dtype != np.uint8 or levels.shape[1:] != (10, 10, 2) or not len(levels):
-        fail(f"{path}: {levels.dtype} {levels.shape}; uint8 (N, 10, 10, 2) wanted, [..., 0] fixed, [..., 1] movable")
-    return check_levels(np.array(levels), path)
+def parse_levels(text, name):
+    """Text in Boxoban's format (bytes) -> levels (N, 10, 10, 2). Stops with file and level where one is broken."""
+    head, *levels = re.split(rb"(?m)^;.*$", text.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n"))
+    if head.strip() or not levels:
+        fail(f"{name}: not in Boxoban's text format (a line '; number', then 10 rows of 10 characters)")
+    levels = [level.strip(b"\n") + b"\n" for level in levels]
+    for k, level in enumerate(levels):
+        if len(level) != 110 or level[10::11] != b"\n" * 10:
+            fail(f"{name}, level {k} (from 0): not 10 rows of 10 characters")
+    return check_levels(CELLS[np.frombuffer(b"".join(levels), np.uint8).reshape(-1, 10, 11)[..., :10]], name)
 
 
 def write_atomically(path, write):
     """write(file) fills it: all of the bytes or none, also over a kill or a power cut. OSError where that fails."""
-    tmp = f"{path}.{os.getpid()}.tmp"
+    tmp = Path(f"{path}.{os.getpid()}.tmp")
+    tmp.parent.mkdir(parents=True, exist_ok=True)
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(tmp, "wb") as f:
             write(f)
             f.flush()
             os.fsync(f.fileno())
         os.replace(tmp, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(tmp)
-        raise
+    finally:
+        tmp.unlink(missing_ok=True)
 
 
 def boxoban_train(offline):
-    """Text of the official unfiltered-train levels, from the cache or downloaded; None where it cannot be had."""
+    """File of the official unfiltered-train levels, in the cache or downloaded there; None where it cannot be had."""
     cached = CACHE / "unfiltered-train.txt"
-    if cached.is_file() and hashlib.sha256(text := cached.read_bytes()).hexdigest().startswith(TRAIN_SHA256):
-        return text
+    if cached.is_file() and hashlib.sha256(cached.read_bytes()).hexdigest().startswith(TRAIN_SHA256):
+        return cached
     if offline:
         return None
     try:  # in a thread, since the look-up of a host's name knows no time limit
         response = ThreadPoolExecutor(1).submit(urllib.request.urlopen, TRAIN_URL, timeout=10).result(12)
-        if not response.geturl().startswith("https://"):
-            raise OSError(f"redirected to {response.geturl()}, which is not HTTPS")
-        size, data = int(response.headers.get("Content-Length") or 0), io.BytesIO()
-        with tqdm(total=size or None, unit="B", unit_scale=True, desc="boxoban-levels") as bar:
-            while block := response.read(1 << 16):
-                bar.update(data.write(block))
+        size, data = int(response.headers.get("Content-Length") or 0) or None, io.BytesIO()
+        with tqdm.wrapattr(response, "read", size, desc="boxoban-levels") as body:
+            shutil.copyfileobj(body, data)
         with zipfile.ZipFile(data) as z:  # read in memory: no path of the archive is ever used
             names = sorted(n for n in z.namelist() if "/unfiltered/train/" in n and n.endswith(".txt"))
-            text = b"".join(z.read(n) for n in names)
-        if not hashlib.sha256(text).hexdigest().startswith(TRAIN_SHA256):
-            raise ValueError("the download's sha256 is wrong")
-    except Exception as e:  # a network, a server and an archive fail in many ways
-        print(f"download of {TRAIN_URL} failed: {e!r}")
-        return None
-    try:
+            text = b"".join(map(z.read, names))
+        https = response.geturl().startswith("https://")  # a redirect might lead elsewhere
+        if not https or not hashlib.sha256(text).hexdigest().startswith(TRAIN_SHA256):
+            raise ValueError("not over HTTPS, or not the sha256 of the official levels")
         write_atomically(cached, lambda f: f.write(text))
-    except OSError as e:
-        print(f"could not keep the download: {e}; name another folder in the variable BOXOBAN_CACHE")
-    return text
+        return cached
+    except Exception as e:  # a network, a server, an archive and a disk fail in many ways
+        print(f"download of {TRAIN_URL} to {cached} failed: {e!r}")
 
 
 # The generator plays backwards: boxes start on the targets and a player pulls them off, so the reverse is a solution.
 # Thousands of games at once: bit 8 * row + column of a uint64 is one of the 8 x 8 squares inside a level's border.
 LEFT, RIGHT = np.uint64(0x0101010101010101), np.uint64(0x8080808080808080)  # the outer columns
-SHIFT = [
-    lambda b: b >> 8,
-    lambda b: (b & ~RIGHT) << 1,
-    lambda b: b << 8,
-    lambda b: (b & ~LEFT) >> 1,
-]
+SHIFT = [lambda b: b >> 8, lambda b: (b & ~RIGHT) << 1, lambda b: b << 8, lambda b: (b & ~LEFT) >> 1]
 REACH = 8  # rounds of a flood fill, each up to 4 steps: a longer detour of the player counts as out of reach
 KINDS = {  # boxes off their targets and pushes (from, to; few are more likely), rounds to the first push
     "generated": (4, 4, 12, 30, REACH),
     "medium-easy": (2, 3, 10, 30, REACH),
     "easy": (1, 2, 2, 8, 0),
 }
+NAMES = ("boxoban", "boxoban-test", *KINDS)
 
 
 def any_bit(rng, bits):
@@ -361,128 +332,115 @@ def any_bit(rng, bits):
     return lowest << by | lowest >> 64 - by
 
 
-def play_backwards(rng, boxes_from, boxes_to, pulls_from, pulls_to, walk, n=5000):
-    """n random rooms and backward games -> planes (m, 4) of floor, targets, boxes and player of those m that went well,
-    and their pushes (m, pulls_to, 2) uint8: bit number of the box (64: no push), move (0 up, 1 right, 2 down, 3 left).
-    """
-    # random walks carve the floor out of solid wall, each step a bar, an L or a block of 2 x 2
-    at, move, floor = any_bit(rng, np.full(n, ~np.uint64(0))), rng.integers(4, size=n), np.zeros(n, np.uint64)
-    for _ in range(40):
-        move = np.where(rng.random(n) < 0.35, rng.integers(4, size=n), move)
-        ahead = np.choose(move, [shift(at) for shift in SHIFT])
-        at = np.where(ahead, ahead, at)
-        up, right, down, left = (shift(at) for shift in SHIFT)
-        shapes = left | right, up | down, left | down, right | down, left | down | left << 8
-        floor |= at | np.choose(rng.integers(5, size=n), shapes)
-
-    # four targets where a box can be pulled; the boxes on some of them will move, the others are parked
-    spots = floor & np.bitwise_or.reduce([shift(floor & shift(floor)) for shift in SHIFT])
-    targets, moving = np.zeros((2, n), np.uint64)
-    for moves in rng.integers(boxes_from, boxes_to + 1, (3, n)).min(0) > np.arange(4)[:, None]:
-        spot = any_bit(rng, spots & ~targets)
-        targets, moving = targets | spot, moving | spot * moves
-    parked, player = targets ^ moving, any_bit(rng, floor & ~targets)
-    box, budget, pushes = 0 * player, rng.integers(pulls_from, pulls_to + 1, (3, n)).min(0), []
-    for turn in range(pulls_to + 1):
-        free, reach = floor & ~(moving | parked), player
-        for _ in range(REACH if turn < pulls_to else walk):
-            for shift in SHIFT:
-                reach = reach | free & shift(reach)
-        if turn == pulls_to:
-            break
-        # a box can be pulled by a move from the square beside it to the next one; one still on its target comes first
-        pullable = np.stack([moving & SHIFT[m ^ 2](reach) & SHIFT[m ^ 2](SHIFT[m ^ 2](free)) for m in range(4)])
-        again = np.choose(move, pullable) & box * (rng.random(n) < 0.8)  # as a rule the last pull goes on
-        pullable = np.where((pullable & targets).any(0), pullable & targets, pullable)
-        move = np.where(again, move, (rng.random((4, n), np.float32) * (pullable != 0)).argmax(0))
-        pulled = np.where(again, again, any_bit(rng, np.choose(move, pullable))) * (turn < budget)
-        box = np.choose(move, [shift(pulled) for shift in SHIFT])
-        moving ^= pulled | box
-        player = np.where(pulled, np.choose(move, [shift(box) for shift in SHIFT]), player)
-        pushes.append((np.bitwise_count(box - 1), move ^ 2))
-    player, off = any_bit(rng, reach & ~targets), np.bitwise_count(moving & ~targets)
-    pushes = np.array(pushes[::-1], np.uint8).transpose(2, 0, 1)
-    good = (off >= boxes_from) & (off <= boxes_to) & (player != 0) & (np.bitwise_count(targets) == 4)
-    good &= (pushes[:, :, 0] < 64).sum(1) >= pulls_from
-    return np.stack([floor, targets, moving | parked, player], 1)[good], pushes[good]
-
-
-def generate_levels(kind, count, seed, exclude=()):
-    """Distinct levels, also when rotated or mirrored, without those of the canonical ids `exclude`.
-
-    -> levels (count, 10, 10, 2) and the pushes that solve them (count, pulls, 2), see `play_backwards`
-    """
-    rng, seen, levels, solutions = np.random.default_rng(seed), set(map(int, exclude)), [], []
-    while sum(map(len, levels)) < count:
-        planes, pushes = play_backwards(rng, *KINDS[kind])
-        rows = planes.view(np.uint8).reshape(-1, 4, 8)
-        floor, targets, boxes, player = np.unpackbits(rows, 2, bitorder="little").reshape(-1, 4, 8, 8).swapaxes(0, 1)
-        chunk = np.full((len(planes), 10, 10, 2), (1, 0), np.uint8)
-        chunk[:, 1:9, 1:9] = np.stack([1 - floor + 2 * targets, 3 * player + 4 * boxes], -1)
-        new = [i for i, key in enumerate(canonical_ids(chunk).tolist()) if not (key in seen or seen.add(key))]
-        levels.append(chunk[new])
-        solutions.append(pushes[new])
-    return np.concatenate(levels)[:count], np.concatenate(solutions)[:count]
+def generate_levels(kind, count, seed, exclude=(), n=5000):
+    """Distinct levels, also when rotated or mirrored, without those of the canonical ids `exclude` -> levels (count,
+    10, 10, 2); the pushes that solve them (count, pulls_to, 2) uint8: bit number of the box (64: no push), move (0 up,
+    1 right, 2 down, 3 left)."""
+    boxes_from, boxes_to, pulls_from, pulls_to, walk = KINDS[kind]
+    rng, seen, kept = np.random.default_rng(seed), set(map(int, exclude)), []
+    while sum(len(levels) for levels, _ in kept) < count:
+        # n rooms: random walks carve the floor out of solid wall, each step a bar, an L or a block of 2 x 2
+        at, move, floor = any_bit(rng, np.full(n, ~np.uint64(0))), rng.integers(4, size=n), np.zeros(n, np.uint64)
+        for _ in range(40):
+            move = np.where(rng.random(n) < 0.35, rng.integers(4, size=n), move)
+            ahead = np.choose(move, [shift(at) for shift in SHIFT])
+            at = np.where(ahead, ahead, at)
+            up, right, down, left = (shift(at) for shift in SHIFT)
+            shapes = left | right, up | down, left | down, right | down, left | down | left << 8
+            floor |= at | np.choose(rng.integers(5, size=n), shapes)
+        # four targets where a box can be pulled; the boxes on some of them will move, the others are parked
+        spots = floor & np.bitwise_or.reduce([shift(floor & shift(floor)) for shift in SHIFT])
+        targets, moving = np.zeros((2, n), np.uint64)
+        for moves in rng.integers(boxes_from, boxes_to + 1, (3, n)).min(0) > np.arange(4)[:, None]:
+            spot = any_bit(rng, spots & ~targets)
+            targets, moving = targets | spot, moving | spot * moves
+        parked, player = targets ^ moving, any_bit(rng, floor & ~targets)
+        box, budget, pushes = 0 * player, rng.integers(pulls_from, pulls_to + 1, (3, n)).min(0), []
+        for turn in range(pulls_to + 1):
+            free, reach = floor & ~(moving | parked), player
+            for _ in range(REACH if turn < pulls_to else walk):
+                for shift in SHIFT:
+                    reach = reach | free & shift(reach)
+            if turn == pulls_to:
+                break
+            # a box can be pulled by a move from the square beside it to the next; one still on its target comes first
+            pullable = np.stack([moving & SHIFT[m ^ 2](reach) & SHIFT[m ^ 2](SHIFT[m ^ 2](free)) for m in range(4)])
+            again = np.choose(move, pullable) & box * (rng.random(n) < 0.8)  # as a rule the last pull goes on
+            pullable = np.where((pullable & targets).any(0), pullable & targets, pullable)
+            move = np.where(again, move, (rng.random((4, n), np.float32) * (pullable != 0)).argmax(0))
+            pulled = np.where(again, again, any_bit(rng, np.choose(move, pullable))) * (turn < budget)
+            box = np.choose(move, [shift(pulled) for shift in SHIFT])
+            moving ^= pulled | box
+            player = np.where(pulled, np.choose(move, [shift(box) for shift in SHIFT]), player)
+            pushes.append((np.bitwise_count(box - 1), move ^ 2))
+        # keep the games that went well, and of those the levels not seen before
+        player, off = any_bit(rng, reach & ~targets), np.bitwise_count(moving & ~targets)
+        pushes = np.array(pushes[::-1], np.uint8).transpose(2, 0, 1)
+        good = (off >= boxes_from) & (off <= boxes_to) & (player != 0) & (np.bitwise_count(targets) == 4)
+        good &= (pushes[:, :, 0] < 64).sum(1) >= pulls_from
+        planes = np.stack([floor, targets, moving | parked, player], 1)[good].view(np.uint8).reshape(-1, 4, 8)
+        floor, targets, boxes, player = np.unpackbits(planes, 2, bitorder="little").reshape(-1, 4, 8, 8).swapaxes(0, 1)
+        levels = np.full((len(planes), 10, 10, 2), (1, 0), np.uint8)
+        levels[:, 1:9, 1:9] = np.stack([1 - floor + 2 * targets, 3 * player + 4 * boxes], -1)
+        new = [i for i, key in enumerate(canonical_ids(levels).tolist()) if not (key in seen or seen.add(key))]
+        kept.append((levels[new], pushes[good][new]))
+    return tuple(np.concatenate(parts)[:count] for parts in zip(*kept))
 
 
 def load_levels(name, offline=False, exclude=None):
-    """Levels by name or path -> (levels without duplicates, the set's real name).
-
-    With `exclude` (evaluation levels) those are left out; generated ones also where rotated or mirrored.
-    """
-    if name == "boxoban":
-        if text := boxoban_train(offline):
-            levels = parse_levels(text, "Boxoban unfiltered-train")
-        else:
-            print("!" * 100 + "\n!! Boxoban levels are not available: GENERATED levels instead.")
-            print("!! Run once with network, or name a copy (--levels PATH).\n" + "!" * 100)
-            name = "generated"
+    """Levels by name or path -> (levels without duplicates, their real name, number and hash). `exclude`: evaluation
+    levels, which are left out; from generated levels also where they are rotated or mirrored."""
+    path = EMBEDDED_TEST if name == "boxoban-test" else boxoban_train(offline) if name == "boxoban" else Path(name)
+    if not path:
+        print("!" * 100 + "\n!! Boxoban levels are not available: GENERATED levels instead.")
+        print("!! Run once with network, or name a copy (--levels PATH).\n" + "!" * 100)
+        name = "generated"
     if name in KINDS:
         seed = 2 * list(KINDS).index(name) + (exclude is None)  # fixed, whatever --seed is
-        held_out = () if exclude is None else canonical_ids(exclude)
-        levels, _ = generate_levels(name, 1000 if exclude is None else 100_000, seed, held_out)
-    elif name == "boxoban-test":
-        levels = np.load(EMBEDDED_TEST, allow_pickle=False)
-    elif name != "boxoban":
-        levels = read_levels(name)
+        count, ids = (1000, ()) if exclude is None else (100_000, canonical_ids(exclude))
+        levels, _ = generate_levels(name, count, seed, ids)
+    else:
+        files = sorted(path.rglob("*.txt")) if path.is_dir() else [path] * path.exists()
+        if not files:
+            fail(f"{path}: no such file, or no .txt file in that folder; the names are {', '.join(NAMES)}")
+        with or_fail(f"{path}: not a readable level file"):
+            if path.suffix == ".npy":
+                levels = check_levels(np.array(np.lib.format.open_memmap(path, mode="r")), path)
+            else:
+                levels = np.concatenate([parse_levels(file.read_bytes(), file) for file in files])
     ids = level_ids(levels)
     distinct = np.sort(np.unique(ids, return_index=True)[1])
     keep = distinct if exclude is None else distinct[~np.isin(ids[distinct], level_ids(exclude))]
     if not len(keep):
         fail(f"--levels {name}: every level is also an evaluation level; none is left to train on")
-    print(f"levels {name}: {len(keep)}, sha256 {level_hash(levels[keep])}; left out: "
-          f"{len(ids) - len(distinct)} duplicates, {len(distinct) - len(keep)} evaluation levels")  # fmt: skip
-    return levels[keep], name
+    facts = {"name": name, "count": len(keep), "sha256": hashlib.sha256(levels[keep].tobytes()).hexdigest()[:16]}
+    left_out = f"{len(ids) - len(distinct)} duplicates, {len(distinct) - len(keep)} evaluation levels"
+    print(f"levels {name}: {len(keep)}, sha256 {facts['sha256']}; left out: {left_out}")
+    return levels[keep], facts
 
 
 # ======================================================================================================================
 # Environment
 # ======================================================================================================================
 class Sokoban:
-    """EnvPool's Sokoban-v0 in small pools, each with a level file of its own. A call steps all N environments.
-
-    shards: level arrays, one a pool; env_seeds: as many lists of seeds, one seed an environment.
+    """EnvPool's Sokoban-v0 in small pools, each with a level file (shard) of its own, each environment with its seed.
     A row that comes with done holds the last observation of its episode; the next call ignores the action and returns
-    the first one of a new episode.
-    """
+    the first one of a new episode."""
 
     def __init__(self, shards, env_seeds, max_episode_steps=120):
         self.pools, first = [], []
         self.edges = np.cumsum([len(seeds) for seeds in env_seeds])[:-1]
         for levels, seeds in zip(shards, env_seeds):
-            base = CACHE / "shards" / level_hash(levels)
+            base = CACHE / "shards" / hashlib.sha256(levels.tobytes()).hexdigest()[:16]
             path = base / "jumanji" / "assets" / "boxoban" / "unfiltered-test.npy"  # the one name that EnvPool reads
-            try:
+            with or_fail("cannot write EnvPool's level file; name another folder in the variable BOXOBAN_CACHE"):
                 if not path.is_file():
                     write_atomically(path, lambda f, levels=levels: np.save(f, levels))
-            except OSError as e:
-                fail(f"cannot write EnvPool's level file ({e}); name another folder in the variable BOXOBAN_CACHE")
             options = {"num_envs": len(seeds), "num_threads": 1, "env_seed": [int(s) for s in seeds]}
             options |= {"base_path": str(base), "max_episode_steps": max_episode_steps}
             self.pools.append(envpool.make("Sokoban-v0", env_type="gymnasium", **options))
             first.append(self.pools[-1].reset()[0]["grid"])
-            known = {level.tobytes() for level in levels[..., ::-1]}
-            if not all(grid.tobytes() in known for grid in first[-1]):  # given a wrong path it serves one toy level
+            if not np.isin(level_ids(first[-1][..., ::-1]), level_ids(levels)).all():  # a wrong path gives a toy level
                 raise RuntimeError(f"EnvPool does not serve the levels of {path}")
         self.first = np.concatenate(first)
 
@@ -498,11 +456,8 @@ class Sokoban:
 
 
 def training_shards(levels, num_envs, seed):
-    """Pools of 16 environments or fewer, each with its part (shard) of the levels -> shards, seeds.
-
-    EnvPool keeps a copy of the pool's shard for each environment; all copies together stay under 1 GB. An environment
-    plays the levels of its shard alone.
-    """
+    """Pools of 16 environments or fewer, each with its part of the levels, which alone it plays -> shards, seeds.
+    EnvPool keeps a copy of the pool's shard for each environment; all copies together stay under 1 GB."""
     size = next(s for s in (16, 8, 4, 2, 1) if s == 1 or len(levels) * s * 228 < 1e9)  # bytes a level takes there
     n = -(-num_envs // size)  # with fewer levels than pools some pools share one
     seeds = np.random.SeedSequence(seed).generate_state(num_envs) >> 1
@@ -511,18 +466,11 @@ def training_shards(levels, num_envs, seed):
 
 @functools.cache
 def opening_seeds(n):
-    """Seeds with which an environment opens with level 0, 1, ... n-1 of a file of n <= 100 levels.
-
-    The level that EnvPool opens with depends on the seed and the number of levels alone, so any n levels will do to
-    find out; `evaluate` checks the result.
-    """
+    """Seeds with which an environment opens with level 0, 1, ... n-1 of a file of n <= 100 levels. Which one it is
+    depends on the seed and on n alone, so any n levels will do to find out; `evaluate` checks the result."""
     levels = np.load(EMBEDDED_TEST, allow_pickle=False)[:n]
-    index, seeds = {level.tobytes(): k for k, level in enumerate(levels[..., ::-1])}, {}
-    for start in itertools.count(0, 200):
-        for seed, grid in enumerate(Sokoban([levels], [range(start, start + 200)]).first, start):
-            seeds.setdefault(index[grid.tobytes()], seed)
-        if len(seeds) == n:
-            return [seeds[k] for k in range(n)]
+    opened = level_ids(Sokoban([levels], [range(20 * n)]).first[..., ::-1])  # enough seeds to open with each level
+    return [np.flatnonzero(opened == level)[0] for level in level_ids(levels)]
 
 
 # ======================================================================================================================
@@ -534,8 +482,7 @@ EPS = 1e-5
 def lstm_gates(z, c, scale):
     """RMS norm over an expert's 4d channels, then LSTM gates. z (B, E, 4d, H, W), c (B, E, d, H, W) -> h, c."""
     z = z.float()
-    z = z * torch.rsqrt(z.square().mean(2, keepdim=True) + EPS) * scale
-    i, f, o, g = z.chunk(4, 2)
+    i, f, o, g = (z * torch.rsqrt(z.square().mean(2, keepdim=True) + EPS) * scale).chunk(4, 2)
     c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
     return torch.sigmoid(o) * torch.tanh(c), c
 
@@ -548,9 +495,8 @@ class LSTMGates(torch.autograd.Function):
         z = z.float()
         r = z.square().mean(2, keepdim=True).add_(EPS).rsqrt_()
         a = (z * r).mul_(scale)
-        d = c.shape[2]
-        i, f, o, g = a.split(d, 2)
-        a[:, :, : 3 * d].sigmoid_()
+        i, f, o, g = a.chunk(4, 2)
+        a[:, :, : -g.shape[2]].sigmoid_()
         g.tanh_()
         c_new = (f * c).addcmul_(i, g)
         tanh_c = c_new.tanh()
@@ -560,7 +506,6 @@ class LSTMGates(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dh, dc):
         z, r, a, c, tanh_c, scale = ctx.saved_tensors
-        B, E, channels = z.shape[:3]
         i, f, o, g = a.chunk(4, 2)
         dh_tanh_c = dh * tanh_c
         dc = torch.addcmul(dh, dh_tanh_c, tanh_c, value=-1).mul_(o).add_(dc)
@@ -570,13 +515,12 @@ class LSTMGates(torch.autograd.Function):
         df.mul_(dc).mul_(c)
         do.mul_(dh_tanh_c)
         torch.mul(g, g, out=dg).neg_().add_(1).mul_(dc).mul_(i)  # tanh' = 1 - a^2
-        dc.mul_(f)
         # y = scale r z with r = rsqrt(mean(z^2) + eps): dz = r (scale dy - z r^2 mean(scale dy z))
         az = (da * z).flatten(3)
-        dscale = (az @ r.view(B, E, -1, 1)).sum(0).view_as(scale)
-        mean = (scale.view(1, E, 1, channels) @ az).view_as(r) / channels
+        dscale = (az @ r.flatten(3).mT).sum(0).view_as(scale)
+        mean = (scale.flatten(1).unsqueeze(1) @ az).view_as(r) / az.shape[2]
         dz = da.mul_(scale).addcmul_(z, mean.mul_(r).mul_(r), value=-1).mul_(r)
-        return dz, dc, dscale
+        return dz, dc.mul_(f), dscale
 
 
 def lecun_normal(module, fan_in):
@@ -658,7 +602,6 @@ class Agent(nn.Module):
             lecun_normal(layer, layer.in_features)
 
     def initial_state(self, batch, device=None):
-        """(batch, channels, 10, 10) of zeros."""
         return torch.zeros(batch, sum(self.state_channels), 10, 10, device=device)
 
     def encode(self, obs):
@@ -717,13 +660,10 @@ class Agent(nn.Module):
 
 
 def gae(rewards, values, dones, timeouts, gamma, gae_lambda):
-    """Generalised advantage estimation (Schulman et al. 2016) under next-step autoreset.
-
-    rewards (T, B); values, dones, timeouts (T+1, B): dones[t] = 1 says that obs[t] is the last one of its episode (row
-    t then is no step of any), timeouts[t] = 1 to bootstrap from its value. -> advantages (T, B), 0 in such rows.
-    """
-    advantages = torch.zeros_like(rewards)
-    lastgaelam = torch.zeros_like(rewards[0])
+    """Generalised advantage estimation (Schulman et al. 2016) under next-step autoreset. rewards (T, B); values, dones,
+    timeouts (T+1, B): dones[t] = 1 says that obs[t] is the last one of its episode (row t then is no step of any),
+    timeouts[t] = 1 to bootstrap from its value. -> advantages (T, B), 0 in such rows."""
+    advantages, lastgaelam = torch.zeros_like(rewards), torch.zeros_like(rewards[0])
     nextvalues = values * (1 - dones + timeouts)
     for t in reversed(range(len(rewards))):
         delta = rewards[t] + gamma * nextvalues[t + 1] - values[t]
@@ -759,24 +699,22 @@ def ppo_loss(agent, mb, args):
 # Evaluation
 # ======================================================================================================================
 @torch.no_grad()
-def evaluate(agent, levels, device, sample=False, thinking_steps=0, seed=0, stopped=lambda: False):
-    """Play each level once, 120 steps at most, without touching the training's random state.
-
-    levels (N, 10, 10, 2), all different -> dict of solved, returns, lengths (N,) and frames, the grids (4, 10, 10, 2)
-    of the first levels after every step; None where `stopped` answers True.
-    """
-    generator, results, frames = torch.Generator(device=device).manual_seed(seed), [], []
-    for batch in np.split(levels, range(1000, len(levels), 1000)):
-        shards = np.split(batch, range(100, len(batch), 100))
+def evaluate(agent, levels, device, sample=False, thinking_steps=0, seed=0, stop=()):
+    """Play each level once, 120 steps at most, without touching the training's random state. levels (N, 10, 10, 2),
+    all different -> dict of solved, returns, lengths (N,) and frames, the grids (4, 10, 10, 2) of the first levels
+    after every step; None as soon as `stop` is not empty."""
+    generator, frames = torch.Generator(device=device).manual_seed(seed), [levels[:4, ..., ::-1]]
+    played = np.zeros((3, len(levels)))  # solved, return, length
+    for start in range(0, len(levels), 1000):
+        batch = levels[start : start + 1000]
+        shards, n = np.split(batch, range(100, len(batch), 100)), len(batch)
         envs = Sokoban(shards, [opening_seeds(len(s)) for s in shards])
-        grid, n = envs.first, len(batch)
+        grid = envs.first
         if not (grid == batch[..., ::-1]).all():
             raise RuntimeError("EnvPool does not open with the wanted levels; is this envpool 1.2.5?")
-        solved, returns, lengths = np.zeros(n, bool), np.zeros(n), np.zeros(n, int)
         state, first, alive = agent.initial_state(n, device), torch.ones(1, n, device=device), np.arange(n)
-        film = [grid[:4].copy()]
         for thinking in itertools.count(-thinking_steps):
-            if stopped():
+            if stop:
                 return None
             logits, _, state = agent(torch.from_numpy(grid[alive]).to(device).unsqueeze(0), first, state)
             first = torch.zeros_like(first)
@@ -785,20 +723,16 @@ def evaluate(agent, levels, device, sample=False, thinking_steps=0, seed=0, stop
             probs, actions = logits[0].softmax(-1), np.zeros(n, int)
             choice = torch.multinomial(probs, 1, generator=generator)[:, 0] if sample else probs.argmax(-1)
             actions[alive] = choice.cpu().numpy()
-            grid, reward, done, _, success = envs.step(actions)
-            returns[alive] += reward[alive]
-            lengths[alive] += 1
-            solved[alive] = success[alive]
-            film.append(film[-1].copy())
-            film[-1][alive[alive < 4]] = grid[alive[alive < 4]]
+            grid, reward, done, _, solved = envs.step(actions)
+            played[:, start + alive] += np.stack([solved, reward, np.ones(n)])[:, alive]
+            if start == 0:
+                frames.append(frames[-1].copy())
+                frames[-1][alive[alive < 4]] = grid[alive[alive < 4]]
             running = ~done[alive]  # finished episodes leave the batch
             alive, state, first = alive[running], state[torch.from_numpy(running)], first[:, : running.sum()]
             if not len(alive):
                 break
-        frames = frames or film
-        results.append((solved, returns, lengths))
-    solved, returns, lengths = map(np.concatenate, zip(*results))
-    return {"solved": solved, "returns": returns, "lengths": lengths, "frames": frames}
+    return {"solved": played[0] > 0, "returns": played[1], "lengths": played[2].astype(int), "frames": frames}
 
 
 def summarise(result):
@@ -817,17 +751,14 @@ def write_gif(path, frames):
     colours, wall = np.zeros((5, 3, 3), np.uint8), (84, 84, 92)
     colours[0] = (222, 214, 196), wall, (232, 150, 140)  # nothing on floor, wall, target
     colours[3], colours[4] = (58, 110, 200), ((176, 120, 60), wall, (80, 160, 80))  # the agent; a box
-    images = []
-    for grids in frames:
-        pixels = np.concatenate(colours[grids[..., 0], grids[..., 1]], 1).repeat(16, 0).repeat(16, 1)
-        pixels[::16] = pixels[:, ::16] = wall
-        images.append(Image.fromarray(pixels).quantize(16))
+    movable, fixed = np.moveaxis(np.concatenate(np.swapaxes(frames, 0, 1), 2), 3, 0)  # (frames, 10, K x 10)
+    pixels = colours[movable, fixed].repeat(16, 1).repeat(16, 2)
+    pixels[:, ::16] = pixels[:, :, ::16] = wall
+    images = [Image.fromarray(image).quantize(16) for image in pixels]
     durations = [1000] + [150] * (len(images) - 2) + [2000]
-    try:
+    with or_fail(f"could not write {path}"):
         images[0].save(path, save_all=True, append_images=images[1:], duration=durations, loop=0)
-        print(f"wrote {path}")
-    except OSError as e:
-        print(f"could not write {path}: {e}")
+    print(f"wrote {path}")
 
 
 # ======================================================================================================================
@@ -838,57 +769,42 @@ class Records:
 
     def __init__(self, run_dir, step):
         self.run_dir, path = run_dir, run_dir / "metrics.csv"
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        kept = [line for line in lines if line.count(",") == 2 and line.split(",")[0].isdigit()]
-        kept = ["step,name,value"] + [line for line in kept if int(line.split(",")[0]) <= step]
-        write_atomically(path, lambda f: f.write("".join(line + "\n" for line in kept).encode()))
-        self.file = open(path, "a")
-        self.writer = SummaryWriter(run_dir, purge_step=step + 1)
+        text = path.read_text(errors="replace") if path.exists() else ""
+        rows = [row for row, at in re.findall(r"^((\d+),.+,.+)$", text, re.M) if int(at) <= step]
+        write_atomically(path, lambda f: f.write("\n".join(["step,name,value", *rows, ""]).encode()))
+        self.file, self.writer = open(path, "a"), SummaryWriter(run_dir, purge_step=step + 1)
 
     def write(self, step, scalars):
         try:
-            self.file.writelines(f"{step},{name},{float(value)}\n" for name, value in scalars.items())
-            self.file.flush()
             for name, value in scalars.items():
+                self.file.write(f"{step},{name},{float(value)}\n")
                 self.writer.add_scalar(name, float(value), step)
+            self.file.flush()
             self.writer.flush()
         except OSError as e:  # a full disk must not end a training
             tqdm.write(f"could not write the scalars of step {step}: {e}")
             self.writer = SummaryWriter(self.run_dir)  # its thread has ended
 
 
-def save_checkpoint(path, checkpoint):
-    try:
-        write_atomically(path, lambda f: torch.save(checkpoint, f))
-        return True
-    except OSError as e:
-        tqdm.write(f"could not write {path}: {e}; the previous one stays")
-        return False
-
-
 def load_checkpoint(path):
     """Stops with a message where the file is missing, truncated or not one of this script's."""
-    if not Path(path).is_file():
-        fail(f"there is no checkpoint {path}")
-    try:
+    with or_fail(f"there is no checkpoint {path}, or no whole checkpoint"):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         script = checkpoint["script"]
-    except Exception as e:  # torch.load raises half a dozen kinds on a damaged file
-        fail(f"{path} is no whole checkpoint ({type(e).__name__})")
     if script != Path(__file__).stem:
         fail(f"{path} was written by {script}.py, not by {Path(__file__).name}")
     return checkpoint
 
 
 def peak_memory(device):
-    """Peak bytes of the process, on a GPU of the tensors there; 0 where the system does not tell."""
+    """Peak MB of the process, on a GPU of the tensors there; 0 where the system does not tell."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    try:
+        return torch.cuda.max_memory_allocated() / 1e6
+    with contextlib.suppress(ImportError):  # Windows
         import resource
-    except ImportError:  # Windows
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e6 / 1024)
+    return 0
 
 
 if __name__ == "__main__":
@@ -902,10 +818,8 @@ if __name__ == "__main__":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
         mallopt(-4, 0), mallopt(-1, -1)  # M_MMAP_MAX, M_TRIM_THRESHOLD
     gpu = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
+    with or_fail(f"--device {args.device} cannot be used here"):
         device = torch.empty(0, device=gpu if args.device == "auto" else args.device).device
-    except (RuntimeError, AssertionError) as e:
-        fail(f"--device {args.device} cannot be used here ({str(e).splitlines()[0]})")
     device_rng = getattr(torch, device.type) if device.type != "cpu" else torch  # torch, torch.cuda or torch.mps
     torch.manual_seed(args.seed)
     autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=args.amp)
@@ -915,44 +829,38 @@ if __name__ == "__main__":
     if args.compile and args.cell == "convlstm":
         for cell in agent.cells:
             cell.gates = torch.compile(lstm_gates)
-    model_facts = {
-        "parameters": sum(p.numel() for p in agent.parameters()),
-        "W": work(args.cell, args.layers, args.experts, args.width),
-    }
-    model_facts |= {f"W / {name} budget": round(model_facts["W"] / w, 3) for name, (w, _) in BUDGETS.items()}
+    W = work(args.cell, args.layers, args.experts, args.width)
+    model_facts = {"parameters": sum(p.numel() for p in agent.parameters()), "W": W}
+    model_facts |= {f"W / {name} budget": round(W / budget, 3) for name, (budget, _) in BUDGETS.items()}
     for batch in (32, 1):
         board = torch.zeros(1, batch, 10, 10, 2, dtype=torch.uint8, device=device)
-        inputs, seconds = (board, torch.ones(1, batch, device=device), agent.initial_state(batch, device)), []
-        for _ in range(10):
-            clock = time.perf_counter()
-            with torch.no_grad(), autocast():
-                agent(*inputs)[0].cpu()
-            seconds.append(time.perf_counter() - clock)
+        inputs = board, torch.ones(1, batch, device=device), agent.initial_state(batch, device)
+        with torch.no_grad(), autocast():
+            seconds = timeit.repeat(lambda inputs=inputs: agent(*inputs)[0].cpu(), number=1, repeat=10)
         model_facts[f"latency_ms_batch_{batch}"] = round(1000 * float(np.median(seconds)), 3)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         agent(*inputs)
     model_facts["flops_per_step"] = counter.get_total_flops()  # forward
-    print(f"agent L={args.layers} E={args.experts} d={args.width}: {model_facts}")
-    print(f"{device}, {torch.get_num_threads()} torch threads")
+    machine = f"{platform.platform()}, {device}, {torch.get_num_threads()} torch threads"
+    print(f"{machine}\nagent L={args.layers} E={args.experts} d={args.width}: {model_facts}")
 
-    iteration, global_step, best, elapsed = 0, 0, -1.0, 0.0
-    episodes = deque(maxlen=400)  # [return, length, solved] of the last episodes
+    # where a run begins, or goes on
+    checkpoint = {"iteration": 0, "global_step": 0, "best": -1.0, "elapsed": 0.0, "episodes": []}
+    counters = list(checkpoint)
     if path := args.evaluate or args.resume and Path(args.resume) / "last.pt":
-        checkpoint = load_checkpoint(path)
-        try:
+        checkpoint |= load_checkpoint(path)
+        with or_fail(f"{path} holds an agent of another shape"):
             agent.load_state_dict(checkpoint["agent"])
-        except RuntimeError as e:
-            fail(f"{path} holds an agent of another shape: {str(e).splitlines()[1].strip()}")
-        iteration, global_step, best, elapsed = (checkpoint[k] for k in ("iteration", "global_step", "best", "elapsed"))
-        episodes.extend(checkpoint["episodes"])
-    if args.resume and checkpoint["finished"] and iteration >= args.num_iterations:
-        fail(f"{args.resume} is finished; raise --total-timesteps, or use --evaluate {path}")
+    iteration, global_step, best, elapsed, episodes = map(checkpoint.get, counters)
+    episodes = deque(episodes, maxlen=400)  # [return, length, solved] of the last ones
 
-    eval_levels, args.eval_levels = load_levels(args.eval_levels, args.offline)
+    signals = []  # those that came while training
+    eval_levels, eval_facts = load_levels(args.eval_levels, args.offline)
+    args.eval_levels = eval_facts["name"]
 
-    def play(levels, stopped=lambda: False):
+    def play(levels):
         with autocast():
-            return evaluate(agent, levels, device, args.eval_sample, args.thinking_steps, args.seed, stopped)
+            return evaluate(agent, levels, device, args.eval_sample, args.thinking_steps, args.seed, signals)
 
     if args.evaluate:
         result = play(eval_levels)
@@ -961,13 +869,20 @@ if __name__ == "__main__":
             write_gif(Path(args.evaluate).with_suffix(".gif"), result["frames"])
         sys.exit()
 
-    levels, args.levels = load_levels(args.levels, args.offline, exclude=eval_levels)
-    facts = {"name": args.levels, "count": len(levels), "sha256": level_hash(levels)}
-    if args.track:
-        try:
-            import wandb
-        except ImportError:
-            fail("--track needs Weights & Biases: pip install wandb")
+    levels, facts = load_levels(args.levels, args.offline, exclude=eval_levels)
+    args.levels = facts["name"]
+    if args.resume:
+        if checkpoint["finished"] and iteration >= args.num_iterations:
+            fail(f"{args.resume} is finished; raise --total-timesteps, or use --evaluate {path}")
+        if checkpoint["levels"]["sha256"] != facts["sha256"]:
+            fail(f"{args.resume} was trained on {checkpoint['levels']}, and the levels available now are {facts}")
+        if checkpoint["optimizer"] is None:
+            fail(f"{path} has no optimizer's state: it is a copy of best.pt")
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        torch.set_rng_state(checkpoint["rng"][0])
+        if checkpoint["device"] == device.type:  # a GPU's state means nothing to another kind of device
+            device_rng.set_rng_state(checkpoint["rng"][1])
+        print(f"going on at step {global_step:,}; new episodes begin, from zero state: EnvPool cannot be saved")
     # other seeds after a resume: the same ones would bring the same levels again
     envs = Sokoban(*training_shards(levels, args.num_envs, [args.seed, iteration]), args.max_episode_steps)
     print(f"EnvPool serves {args.levels} in {len(envs.pools)} pools: first observations checked")
@@ -976,70 +891,49 @@ if __name__ == "__main__":
     about = {
         "args": asdict(args),
         "levels": facts,
-        "eval_levels": {"name": args.eval_levels, "count": len(eval_levels), "sha256": level_hash(eval_levels)},
+        "eval_levels": eval_facts,
         "model": model_facts,
         "versions": {m.__name__: m.__version__ for m in (torch, envpool, np)} | {"python": sys.version.split()[0]},
         "git_commit": None if status else commit,
-        "machine": f"{platform.platform()}, {device}, {torch.get_num_threads()} torch threads",
+        "machine": machine,
     }
-    if args.resume:
-        run_dir = Path(args.resume)
-        if checkpoint["levels"]["sha256"] != facts["sha256"]:
-            fail(f"{run_dir} was trained on {checkpoint['levels']}, and the levels available now are {facts}")
-        if checkpoint["optimizer"] is None:
-            fail(f"{path} has no optimizer's state: it is a copy of best.pt")
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        print(f"going on at step {global_step:,}; new episodes begin, from zero state: EnvPool cannot be saved")
-    else:
-        name = f"L{args.layers}E{args.experts}d{args.width}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        name = f"{Path(__file__).stem}__{Path(args.levels).name[:100]}__{name}"
-        try:
-            Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
-            for i in itertools.count(1):  # two runs that start in the same second get two folders
-                run_dir = Path(args.runs_dir) / (name + (f"-{i}" if i > 1 else ""))
-                with contextlib.suppress(FileExistsError):
-                    run_dir.mkdir()
-                    break
-        except OSError as e:
-            fail(f"--runs-dir {args.runs_dir} cannot be written to ({e})")
-    if args.track:  # before the first SummaryWriter, which it watches
-        wandb.init(project="temporal-recurrence", id=run_dir.name, config=about, resume="allow", sync_tensorboard=True)
-    try:
+    name = f"L{args.layers}E{args.experts}d{args.width}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"{Path(__file__).stem}__{Path(args.levels).name[:100]}__{name}"
+    run_dir = Path(args.resume or Path(args.runs_dir) / name)
+    with contextlib.ExitStack() as undo, or_fail(f"{run_dir} cannot be written to"):
+        for i in itertools.count(2) if not args.resume else ():
+            with contextlib.suppress(FileExistsError):
+                os.makedirs(run_dir)
+                undo.callback(shutil.rmtree, run_dir)
+                break
+            run_dir = Path(args.runs_dir) / f"{name}-{i}"  # two runs that start in the same second get two folders
+        if args.track:  # before the first SummaryWriter, which it watches
+            with or_fail("--track needs Weights & Biases: pip install wandb"):
+                import wandb
+            wandb.init(
+                project="temporal-recurrence", id=run_dir.name, config=about, resume="allow", sync_tensorboard=True
+            )
         write_atomically(run_dir / "args.json", lambda f: f.write((json.dumps(about, indent=1) + "\n").encode()))
         records = Records(run_dir, global_step)
-    except OSError as e:
-        if not args.resume:
-            shutil.rmtree(run_dir)
-        fail(f"{run_dir} cannot be written to ({e})")
-    if args.resume:  # last, since what came before may have drawn random numbers
-        torch.set_rng_state(checkpoint["rng"][0])
-        if checkpoint["device"] == device.type:  # a GPU's state means nothing to another kind of device
-            device_rng.set_rng_state(checkpoint["rng"][1])
+        undo.pop_all()  # all is well: the folder stays
 
     def save(name, finished=False):
-        checkpoint = {
-            "script": Path(__file__).stem,
-            "args": asdict(args),
-            "agent": agent.state_dict(),
-            "optimizer": optimizer.state_dict() if name == "last.pt" else None,  # the best one is for evaluation
-            "iteration": iteration,
-            "global_step": global_step,
-            "best": best,
-            "evaluated": evaluated,
-            "elapsed": elapsed + time.time() - start_time,
-            "episodes": list(episodes),
-            "rng": [torch.get_rng_state(), device_rng.get_rng_state()],
-            "device": device.type,
-            "levels": facts,
-            "finished": finished,
-        }
-        return save_checkpoint(run_dir / name, checkpoint)
+        seconds = elapsed + time.time() - start_time
+        state = dict(zip(counters, (iteration, global_step, best, seconds, list(episodes))))
+        state |= {"script": Path(__file__).stem, "args": asdict(args), "levels": facts, "finished": finished}
+        state |= {"rng": [torch.get_rng_state(), device_rng.get_rng_state()], "device": device.type}
+        state["agent"] = agent.state_dict()
+        state["optimizer"] = optimizer.state_dict() if name == "last.pt" else None  # the best one is for evaluation
+        try:
+            write_atomically(run_dir / name, lambda f: torch.save(state, f))
+        except OSError as e:
+            tqdm.write(f"could not write {run_dir / name}: {e}; the previous one stays")
+            return False
+        return True
 
-    signals = []
-
-    def on_signal(signum, frame):  # finish the iteration and save; a second Ctrl-C does not wait for that
+    def on_signal(signum, frame):  # finish the iteration and save
         signals.append(signum)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C does not wait
 
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGTERM, on_signal)
@@ -1060,12 +954,12 @@ if __name__ == "__main__":
     episode_return, episode_length, was_done = np.zeros(N), np.zeros(N, int), np.zeros(N, bool)
     interval, done_rows = 0.5 if sys.stderr.isatty() else 30, iteration * args.batch_size
     bar = tqdm(total=args.total_timesteps, initial=done_rows, unit="step", unit_scale=True, mininterval=interval)
-    timers, sums, updates = defaultdict(float), defaultdict(float), 0
+    timers, losses = defaultdict(float), defaultdict(list)
     start_time = logged_time = time.time()
-    logged_step, first_iteration = global_step, iteration + 1
-    saved, evaluated = global_step // args.checkpoint_every, checkpoint["evaluated"] if args.resume else 0
+    logged_step = global_step
 
-    for iteration in range(first_iteration, args.num_iterations + 1):
+    while iteration < args.num_iterations:
+        iteration, before = iteration + 1, global_step
         if args.anneal_lr:
             optimizer.param_groups[0]["lr"] = (1 - (iteration - 1) / args.num_iterations) * args.learning_rate
 
@@ -1118,39 +1012,34 @@ if __name__ == "__main__":
                 loss.backward()
                 scalars["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 optimizer.step()
-                updates += 1
                 for k, v in scalars.items():
-                    sums[k] += v
-        if device.type == "cuda":
-            torch.cuda.synchronize()  # so that the timers tell the truth
+                    losses[k].append(v)
+        if not math.isfinite(sum(p.detach().sum() for p in agent.parameters())):  # waits for a GPU
+            fail(f"the weights are not finite after step {global_step:,}; checkpoints in {run_dir} are from before")
         timers["update"] += time.perf_counter() - clock
         bar.update(args.batch_size)
-        if not math.isfinite(sum(p.detach().sum() for p in agent.parameters())):
-            bar.close()
-            fail(f"the weights are not finite after step {global_step:,}; checkpoints in {run_dir} are from before")
 
         # evaluation
         last, result = iteration == args.num_iterations, None
-        if args.eval_every and not last and global_step // args.eval_every > evaluated // args.eval_every:
+        if args.eval_every and not last and global_step // args.eval_every > before // args.eval_every:
             clock = time.perf_counter()
-            result = play(eval_levels[:256], lambda: signals)
-            evaluated = global_step if result else evaluated
+            result = play(eval_levels[:256])
             timers["evaluation"] += time.perf_counter() - clock
 
         # records
         stop = bool(signals)
-        saving = global_step // args.checkpoint_every > saved or last or stop
+        saving = last or stop or global_step // args.checkpoint_every > before // args.checkpoint_every
         if result or saving or iteration % args.log_every == 0:
             seconds, valid = time.time() - logged_time, 1 - dones[:T]
             variance = masked_mean((returns - masked_mean(returns, valid)).square(), valid)
             unexplained = masked_mean((returns - values[:T]).square(), valid) / variance.clamp(min=1e-8)
-            scalars = {f"losses/{k}": float(v) / updates for k, v in sums.items()}
+            scalars = {f"losses/{k}": float(sum(v)) / len(v) for k, v in losses.items()}
             scalars["losses/explained_variance"] = 1 - float(unexplained)
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
             scalars["charts/SPS"] = (global_step - logged_step) / seconds
             scalars["charts/env_SPS"] = (global_step - logged_step) / timers["environment"]
             scalars |= {f"stats/time_{k}": v / seconds for k, v in timers.items()}  # shares of the wall-clock time
-            scalars["stats/peak_memory_MB"] = peak_memory(device) / 1e6
+            scalars["stats/peak_memory_MB"] = peak_memory(device)
             if episodes:
                 means = np.mean(episodes, 0)
                 scalars |= dict(zip(("charts/episodic_return", "charts/episodic_length", "charts/solve_rate"), means))
@@ -1158,20 +1047,19 @@ if __name__ == "__main__":
             if result:
                 scalars |= summarise(result)
             records.write(global_step, scalars)
-            timers.clear(), sums.clear()
-            logged_time, logged_step, updates = time.time(), global_step, 0
+            timers.clear(), losses.clear()
+            logged_time, logged_step = time.time(), global_step
         if result and scalars["eval/solve_rate"] > best:
             best = scalars["eval/solve_rate"]
             save("best.pt")
         if saving:
-            saved = global_step // args.checkpoint_every
             save("last.pt")
         if stop:
             break
     bar.close()
 
     # the whole evaluation set, once
-    result = None if signals else play(eval_levels, lambda: signals)
+    result = play(eval_levels)
     if not result:
         print(f"stopped by signal {signals[0]}; go on with: python {sys.argv[0]} --resume {run_dir}")
         sys.exit(128 + signals[0])
@@ -1185,4 +1073,4 @@ if __name__ == "__main__":
     if args.capture_video:
         write_gif(run_dir / "evaluation.gif", result["frames"])
     print(f"{global_step:,} steps in {elapsed + time.time() - start_time:,.0f} s, peak memory "
-          f"{peak_memory(device) / 1e6:,.0f} MB; records and checkpoints in {run_dir}")  # fmt: skip
+          f"{peak_memory(device):,.0f} MB; records and checkpoints in {run_dir}")  # fmt: skip

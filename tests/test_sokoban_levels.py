@@ -160,9 +160,9 @@ def test_download_takes_the_training_files_only_and_checks_them(monkeypatch, tmp
     assert drc.boxoban_train(offline=False) is None and not list(tmp_path.iterdir())  # another sha256: refused
     wanted = text_of(LEVEL, LEVEL) + text
     monkeypatch.setattr(drc, "TRAIN_SHA256", drc.hashlib.sha256(wanted).hexdigest()[:16])
-    assert drc.boxoban_train(offline=False) == wanted
+    assert drc.boxoban_train(offline=False).read_bytes() == wanted
     monkeypatch.setattr(drc.urllib.request, "urlopen", None)
-    assert drc.boxoban_train(offline=True) == wanted  # from the cache
+    assert drc.boxoban_train(offline=True).read_bytes() == wanted  # from the cache
     (tmp_path / "cache" / "unfiltered-train.txt").write_bytes(wanted[:-9])
     assert drc.boxoban_train(offline=True) is None  # damaged
 
@@ -172,8 +172,8 @@ def test_a_bad_download_falls_back_to_generated_levels_and_says_so(monkeypatch, 
     serve(monkeypatch, tmp_path, data)
     generate = drc.generate_levels
     monkeypatch.setattr(drc, "generate_levels", lambda kind, count, *args: generate(kind, count // 200, *args))
-    levels, name = drc.load_levels("boxoban", exclude=np.load(drc.EMBEDDED_TEST))
-    assert name == "generated" and len(levels) == 500
+    levels, facts = drc.load_levels("boxoban", exclude=np.load(drc.EMBEDDED_TEST))
+    assert facts["name"] == "generated" and len(levels) == 500
     assert "GENERATED levels instead" in capsys.readouterr().out
 
 
