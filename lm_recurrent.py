@@ -408,6 +408,8 @@ class Recurrence(torch.autograd.Function):
                     y, total, x = multiply(x, w), next(sums), x.detach().to(w.dtype).mT
                     if grad:
                         add = total.baddbmm_ if total.dtype == x.dtype else lambda x, dy: total.add_(x @ dy)
+                        if x.device.type == "cpu":  # where products in bf16 are slow
+                            x, add = x.float(), lambda x, dy: total.baddbmm_(x, dy.float())
                         y.register_hook(lambda dy: [add(x, dy)].clear())  # no tensor: a hook's would replace dy
                     return y
 

@@ -204,7 +204,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_resume_equals_an_uninterrupted_run_bit_for_bit(script, tiny, tmp_path):
-    """Stopped by SIGTERM in update 60, which is followed by one more, of 260, with accumulated gradients; the text is passed more than once."""
+    """Stopped by SIGTERM in update 60 of 260, with accumulated gradients; the text is passed more than once."""
     arguments = [*map(str, tiny), "--streams", "2", "--total-tokens", "8320", "--runs-dir"]
     assert run_here(*arguments, tmp_path / "a", script=script) == 0
     whole_run = only(tmp_path / "a")
