@@ -5,6 +5,8 @@ import difflib
 import io
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -342,6 +344,37 @@ def test_per_shard_layout_trains_only_after_the_memory_is_full(tmp_path):
     assert run_here(*arguments, "--runs-dir", tmp_path / "runs", script="lm_recurrent.py") == 0
     norms = [norm for _, norm in losses(only(tmp_path / "runs"), "losses/grad_norm")]
     assert [i for i, norm in enumerate(norms) if norm == 0] == [0, 1, 12, 13]  # a file has 12 segments
+
+
+# ---- README
+def readme_commands():
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    lines = {line.split("#")[0].strip() for block in blocks for line in block.splitlines()}
+    return sorted(line for line in lines if line.startswith("python lm_") and "--download" not in line)
+
+
+@pytest.mark.parametrize("command", readme_commands())
+def test_readme_commands_run_in_short_form(command, tiny, text, tmp_path, capfd):
+    _, script, *flags = shlex.split(command)
+    if "--evaluate" in flags:
+        assert run_here(*tiny, "--total-tokens", 32, "--runs-dir", tmp_path / "trained", script=script) == 0
+        flags = [flag.replace("runs/NAME", str(only(tmp_path / "trained"))) for flag in flags]
+    else:  # smaller, after the command's own flags
+        kept = [flag.replace("PATH", str(text)) for flag in flags]
+        flags = [
+            *tiny,
+            "--total-tokens",
+            64,
+            "--runs-dir",
+            tmp_path / "runs",
+            *kept,
+            "--width",
+            8,
+            "--total-tokens",
+            64,
+        ]
+    assert run_here(*flags, script=script) == 0
+    assert "validation loss" in capfd.readouterr().out
 
 
 # ---- twins
