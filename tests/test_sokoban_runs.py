@@ -195,6 +195,13 @@ def test_a_stopped_run_goes_on_where_it_was(tiny, tmp_path, signum):
     assert [e.step for e in events] == steps
 
 
+def test_a_resume_may_change_the_interval_of_evaluations(tiny, tmp_path):
+    run_dir = train(tmp_path, *tiny, "--total-timesteps", 200, "--eval-every", 0)
+    assert len(metrics(run_dir, "eval/")["eval/solve_rate"]) == 1
+    assert run_here("--resume", run_dir, "--total-timesteps", 400, "--eval-every", 30) == 0
+    assert len(metrics(run_dir, "eval/")["eval/solve_rate"]) == 1 + 5  # one an iteration, the last of all levels
+
+
 def test_a_resume_restores_model_optimizer_counters_and_random_state(tiny, tmp_path):
     """Resumed at once and stopped before the first update: the next checkpoint equals the last one."""
     run_dir = train(tmp_path, *tiny, "--total-timesteps", 400, "--num-minibatches", 2)
