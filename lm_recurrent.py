@@ -352,7 +352,7 @@ EPS = 1e-5
 
 def rms_norm(x):
     """Root mean square norm of the last axis without scale (Zhang and Sennrich 2019)."""
-    return F.rms_norm(x, x.shape[-1:], eps=EPS)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)  # on a CPU faster than F.rms_norm
 
 
 def rotate(x, cos, sin):
