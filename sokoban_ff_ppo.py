@@ -139,6 +139,10 @@ class Args:
     """extra network passes over the first observation of an evaluation episode (no effect without recurrence)"""
     capture_video: bool = False
     """write an animated GIF of the first four evaluation episodes"""
+    save_states: Optional[str] = None
+    """with --evaluate: new folder for the network's states in evaluation episodes, which probe_plans.py reads"""
+    state_episodes: int = 400
+    """with --save-states: number of episodes, each on another level, none of them in the agent's training set"""
     checkpoint_every: int = 100_000
     """steps between checkpoints"""
     log_every: int = 10
@@ -156,7 +160,7 @@ BUDGETS = {  # the paper's W, and for each number of layers the (experts, width)
 }
 CHANGEABLE = ("total_timesteps", "eval_every", "checkpoint_every", "log_every", "device", "torch_threads", "resume")
 POSITIVE = ("layers", "experts", "width", "num_envs", "num_steps", "max_episode_steps", "num_minibatches")
-POSITIVE += ("update_epochs", "checkpoint_every", "log_every")
+POSITIVE += ("update_epochs", "checkpoint_every", "log_every", "state_episodes")
 
 
 def fail(message):
@@ -184,6 +188,8 @@ def parse_args(argv=None):
     args, saved = tyro.cli(Args, args=argv), {}
     if args.resume is not None and args.evaluate is not None:
         fail("--resume and --evaluate exclude each other")
+    if args.save_states is not None and (args.evaluate is None or Path(args.save_states).exists()):
+        fail("--save-states needs --evaluate CHECKPOINT, and a folder that does not exist yet")
     if path := args.evaluate or args.resume and Path(args.resume) / "args.json":
         with or_fail(f"{path} is missing or damaged; --resume takes a run's folder"):
             saved = load_checkpoint(path)["args"] if args.evaluate else json.loads(path.read_text())["args"]
@@ -695,10 +701,10 @@ def ppo_loss(agent, mb, args):
 @torch.no_grad()
 def evaluate(agent, levels, device, sample=False, thinking_steps=0, seed=0, stop=()):
     """Play each level once, 120 steps at most, without touching the training's random state. levels (N, 10, 10, 2),
-    all different -> dict of solved, returns, lengths (N,) and frames, the grids (4, 10, 10, 2) of the first levels
-    after every step; None as soon as `stop` is not empty."""
+    all different -> dict of solved, returns, lengths (N,), actions (N, 120) and frames, the grids (4, 10, 10, 2) of the
+    first levels after every step; None as soon as `stop` is not empty."""
     generator, frames = torch.Generator(device=device).manual_seed(seed), [levels[:4, ..., ::-1]]
-    played = np.zeros((3, len(levels)))  # solved, return, length
+    played, taken = np.zeros((3, len(levels))), np.zeros((len(levels), 120), np.int8)  # solved, return, length; actions
     for start in range(0, len(levels), 1000):
         batch = levels[start : start + 1000]
         shards, n = np.split(batch, range(100, len(batch), 100)), len(batch)
@@ -718,6 +724,7 @@ def evaluate(agent, levels, device, sample=False, thinking_steps=0, seed=0, stop
             choice = torch.multinomial(probs, 1, generator=generator)[:, 0] if sample else probs.argmax(-1)
             actions[alive] = choice.cpu().numpy()
             grid, reward, done, _, solved = envs.step(actions)
+            taken[start + alive, thinking] = actions[alive]
             played[:, start + alive] += np.stack([solved, reward, np.ones(n)])[:, alive]
             if start == 0:
                 frames.append(frames[-1].copy())
@@ -726,7 +733,70 @@ def evaluate(agent, levels, device, sample=False, thinking_steps=0, seed=0, stop
             alive, state, first = alive[running], state[torch.from_numpy(running)], first[:, : running.sum()]
             if not len(alive):
                 break
-    return {"solved": played[0] > 0, "returns": played[1], "lengths": played[2].astype(int), "frames": frames}
+    result = {"solved": played[0] > 0, "returns": played[1], "lengths": played[2].astype(int), "actions": taken}
+    return result | {"frames": frames}
+
+
+@torch.no_grad()
+def save_states(folder, networks, levels, result, thinking_steps, meta):
+    """Play `levels` again with the actions of `result` (see `evaluate`) and write what probe_plans.py reads.
+
+    networks: {"trained": agent, "untrained": agent}. Each array has one row a pass: `t` counts the steps of `episode`,
+    below 0 are thinking steps. NETWORK_h1.npy, ..., float16 (rows, 10, 10, channels), are the states after the
+    layer's update: h and c of all experts; s, their merge, where it is not h itself; s alone where nothing is carried.
+    """
+    agent, device, passed = networks["trained"], networks["trained"].embedding.device, []
+    count = result["lengths"] + thinking_steps
+    start, episode = count.cumsum() - count, np.arange(len(levels), dtype=np.int32).repeat(count)
+    t = np.arange(len(episode), dtype=np.int32) - start[episode].astype(np.int32) - thinking_steps
+    tables = {"episode": episode, "t": t, "level_id": level_ids(levels)[episode], "solved": result["solved"][episode]}
+    tables["action"] = np.where(t < 0, np.int8(-1), result["actions"][episode, t.clip(0)])
+    tables |= {"grid": np.zeros((len(t), 10, 10, 2), np.uint8), "terminal_grid": np.zeros_like(levels)}
+    kinds = dict.fromkeys("hc", agent.experts * agent.width) if any(agent.state_channels[1:]) else {}
+    kinds |= {"s": agent.width} if agent.experts > 1 or not kinds else {}
+    parts = list(itertools.product(networks, kinds, range(len(agent.cells))))
+    size = sum(200 * len(t) * kinds[kind] for _, kind, _ in parts) + sum(a.nbytes for a in tables.values())
+    tmp = Path(f"{folder}.tmp")
+    try:
+        shutil.rmtree(tmp, ignore_errors=True)  # of a start that was killed
+        tmp.mkdir(parents=True)
+        free = shutil.disk_usage(tmp).free
+        print(f"{len(levels)} episodes, {len(t):,} passes: {size / 1e6:,.1f} MB to write, {free / 1e6:,.0f} MB free")
+        if free < 2 * size:
+            fail(f"{folder} needs twice that to be free; lower --state-episodes, or name a folder on another disk")
+        files, new = {}, functools.partial(np.lib.format.open_memmap, mode="w+", dtype=np.float16)
+        for name, kind, l in parts:
+            files[name, kind, l] = new(tmp / f"{name}_{kind}{l + 1}.npy", shape=(len(t), 10, 10, kinds[kind]))
+        for cell in (cell for network in networks.values() for cell in network.cells):
+            cell.register_forward_hook(lambda cell, inputs, output: passed.append(output))
+        for batch in np.split(np.arange(len(levels)), range(100, len(levels), 100)):
+            envs = Sokoban([levels[batch]], [opening_seeds(len(batch))])
+            grid, states = envs.first, {name: agent.initial_state(len(batch), device) for name in networks}
+            for now in range(-thinking_steps, result["lengths"][batch].max()):
+                alive = np.flatnonzero(result["lengths"][batch] > now)
+                row, obs = start[batch[alive]] + thinking_steps + now, torch.from_numpy(grid[alive]).to(device)
+                tables["grid"][row] = grid[alive]
+                for name, network in networks.items():
+                    passed.clear()
+                    first = torch.zeros(1, len(alive), device=device)  # the state is zero already
+                    states[name][alive] = network(obs.unsqueeze(0), first, states[name][alive])[2]
+                    for l, (h, c) in enumerate(passed):
+                        s = network.merge(h, l, torch.ones_like(network.hears[:1]))
+                        for kind in kinds:
+                            x = {"h": h, "c": c, "s": s}[kind].reshape(len(alive), -1, 10, 10)
+                            files[name, kind, l][row] = x.movedim(1, 3).half().cpu().numpy()
+                if now >= 0:
+                    grid = envs.step(result["actions"][batch, now])[0]
+                    tables["terminal_grid"][batch[alive]] = grid[alive]  # the last one stays
+        for name, array in tables.items():
+            np.save(tmp / f"{name}.npy", array)
+        meta |= {"kinds": kinds, "episodes": len(levels), "passes": len(t), "thinking_steps": thinking_steps}
+        (tmp / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+        tmp.rename(folder)
+    except OSError as e:
+        fail(f"{folder} cannot be written ({e})")
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
 
 
 def summarise(result):
@@ -857,8 +927,37 @@ if __name__ == "__main__":
             return evaluate(agent, levels, device, args.eval_sample, args.thinking_steps, args.seed, signals)
 
     if args.evaluate:
+        if args.save_states is not None:
+            trained_on = checkpoint["args"]
+            if args.eval_levels != trained_on["eval_levels"] or args.eval_levels not in (*KINDS, "boxoban-test"):
+                held_out, _ = load_levels(trained_on["eval_levels"], args.offline)
+                levels, facts = load_levels(trained_on["levels"], args.offline, exclude=held_out)
+                if facts["sha256"] != checkpoint["levels"]["sha256"]:
+                    fail(f"cannot tell which levels are new: the agent was trained on {checkpoint['levels']}")
+                eval_levels = eval_levels[~np.isin(canonical_ids(eval_levels), canonical_ids(levels))]
+            if len(eval_levels) < args.state_episodes:
+                fail(f"{args.eval_levels} has {len(eval_levels)} levels new to the agent; lower --state-episodes")
+            eval_levels = eval_levels[: args.state_episodes]
         result = play(eval_levels)
         summarise(result)
+        if args.save_states is not None:
+            meta = {
+                "script": Path(__file__).stem,
+                "args": checkpoint["args"],
+                "step": global_step,
+                "levels": eval_facts,
+            }
+            meta["eval_sample"], meta["seed"] = args.eval_sample, args.seed
+            meta["checkpoint_sha256"] = hashlib.sha256(Path(args.evaluate).read_bytes()).hexdigest()
+            meta["levels"] |= {
+                "count": len(eval_levels),
+                "sha256": hashlib.sha256(eval_levels.tobytes()).hexdigest()[:16],
+            }
+            fresh = Agent(*(getattr(args, name) for name in MODEL_ARGS)).to(device)
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing half-written stays
+            networks = {"trained": agent, "untrained": fresh}
+            with autocast():
+                save_states(args.save_states, networks, eval_levels, result, args.thinking_steps, meta)
         if args.capture_video:
             write_gif(Path(args.evaluate).with_suffix(".gif"), result["frames"])
         sys.exit()

@@ -404,6 +404,8 @@ def test_readme_commands_run(command, trained, level_files, tmp_path):
             copy = tmp_path / Path(path).name  # a GIF is written beside the checkpoint
             copy.write_bytes((ROOT / path).read_bytes())
             arguments = [copy if a == path else a for a in arguments]
+        if "--save-states" in arguments:
+            arguments += ["--save-states", tmp_path / "states", "--state-episodes", 6]
         assert run_here(*arguments, "--eval-levels", level_files / "eval.npy", "--offline", script=script) == 0
     elif "--resume" in arguments:
         drc.parse_args(["--resume", str(trained)])
