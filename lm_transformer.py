@@ -15,18 +15,21 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import itertools
 import json
 import math
 import os
 import platform
 import pydoc_data
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
+import zipfile
 from collections import defaultdict
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -55,7 +58,7 @@ class Args:
     runs_dir: str = "runs"
     """folder that receives one new folder a run"""
     resume: Optional[str] = None
-    """run folder to go on with; its args.json gives every other setting"""
+    """run folder to go on with; its checkpoint gives every other setting"""
     evaluate: Optional[str] = None
     """checkpoint to evaluate, without training"""
     sample: Optional[str] = None
@@ -132,7 +135,7 @@ class Args:
     eval_every: int = 200_000
     """tokens between evaluations (0: only at the end)"""
     eval_tokens: int = 65_536
-    """validation targets, as 32 streams that begin after a warm-up of one memory length"""
+    """validation targets, in 32 streams or more that begin after a warm-up of one memory length"""
     checkpoint_every: int = 200_000
     """tokens between checkpoints"""
     log_every: int = 10
@@ -145,6 +148,7 @@ PAPER |= {"eval_tokens": 10_485_760}
 MODEL_ARGS = ("layers", "experts", "width", "heads", "memory", "post_norm", "carry", "private_kv")
 CHANGEABLE = ("total_tokens", "eval_every", "checkpoint_every", "log_every", "streams", "device", "torch_threads")
 CHANGEABLE += ("resume", "download_fineweb")
+EVALUATED = MODEL_ARGS + ("data", "amp", "eval_tokens", "total_tokens", "batch_tokens", "segment")
 POSITIVE = ("layers", "experts", "width", "memory", "total_tokens", "batch_tokens", "segment", "eval_tokens")
 POSITIVE += ("heads", "checkpoint_every", "log_every", "top_k", "sample_tokens")
 
@@ -164,21 +168,20 @@ def parse_args(argv=None):
     if args.sample is not None and args.evaluate is None:
         fail("--sample needs --evaluate CHECKPOINT")
     if args.resume or args.evaluate:
-        path = args.evaluate or Path(args.resume) / "args.json"
-        try:
-            saved = load_checkpoint(path)["args"] if args.evaluate else json.loads(path.read_text())["args"]
-            used = MODEL_ARGS + ("data", "amp", "eval_tokens") if args.evaluate else saved
-            saved = {f.name: saved[f.name] for f in fields(Args) if f.name in used}
-        except (OSError, ValueError, KeyError, TypeError) as e:
-            fail(f"{path} is missing or damaged ({type(e).__name__}: {e}); --resume takes a run's folder")
+        saved = load_checkpoint(args.evaluate or Path(args.resume) / "last.pt")["args"]
+        used = EVALUATED if args.evaluate else saved
+        saved = {f.name: saved[f.name] for f in fields(Args) if f.name in used and f.name in saved}
     if saved or args.paper:
         args = tyro.cli(Args, args=argv, default=Args(**(saved or PAPER)))
     for f in fields(Args):
         flag, value, low = "--" + f.name.replace("_", "-"), getattr(args, f.name), int(f.name in POSITIVE)
-        if isinstance(value, int | float) and not low <= value < math.inf or value == "" and f.name != "sample":
-            fail(f"{flag} must be at least {low}, not {value!r}")
+        high = 10**12 if "tokens" in f.name or "every" in f.name else 10**6
+        if isinstance(value, int | float) and not low <= value <= high:
+            fail(f"{flag} must be at least {low} and at most {high:,}, not {value!r}")
+        if value == "" and f.name != "sample":
+            fail(f"{flag} is empty")
     if args.data != "docs":  # a path must mean the same in another working directory
-        args.data = str(Path(args.data).expanduser().resolve())
+        args.data = str(Path(args.data).absolute())
     for name in saved:
         free = name not in MODEL_ARGS if args.evaluate else name in CHANGEABLE
         if not free and getattr(args, name) != saved[name]:
@@ -190,6 +193,10 @@ def parse_args(argv=None):
         fail(f"--batch-tokens {args.batch_tokens} does not divide into pieces of {args.segment} tokens")
     if args.total_tokens < args.batch_tokens:
         fail(f"--total-tokens {args.total_tokens} is less than one update of {args.batch_tokens}")
+    if args.download_fineweb > 103:
+        fail(f"--download-fineweb {args.download_fineweb}: there are 103 training shards")
+    if args.track and not importlib.util.find_spec("wandb"):
+        fail("--track needs Weights & Biases: pip install wandb")
     rows, ranks = args.batch_tokens // args.segment, int(os.environ.get("WORLD_SIZE", 1))
     if rows % ranks or args.streams and rows // ranks % args.streams:
         fail(f"{rows} streams of {args.segment} tokens an update do not divide into {ranks} processes x --streams")
@@ -216,17 +223,21 @@ def download_fineweb(folder, count):
             request = urllib.request.Request(FINEWEB + name, headers={"Range": f"bytes={have}-"} if have else {})
             with urllib.request.urlopen(request, timeout=15) as source:
                 have = have if source.status == 206 else 0  # else the server sends the whole file
-                size = have + int(source.headers["Content-Length"])
-                with open(part, "ab" if have else "wb") as f:
-                    with tqdm(desc=name, initial=have, total=size, unit="B", unit_scale=True) as bar:
-                        while chunk := source.read(1 << 20):
-                            f.write(chunk)
-                            bar.update(len(chunk))
+                size = have + int(source.headers["Content-Length"] or 0)
+                bar = {"desc": name, "initial": have, "total": size}
+                with open(part, "ab" if have else "wb") as f, tqdm.wrapattr(f, "write", **bar) as out:
+                    shutil.copyfileobj(source, out, 1 << 20)
             if part.stat().st_size != size:
                 raise OSError(f"{part.stat().st_size:,} of {size:,} bytes came")
-            read_shard(part)
+            try:
+                read_shard(part)
+            except SystemExit:
+                part.unlink()
+                raise
             os.replace(part, path)
         except (OSError, ValueError) as e:
+            if getattr(e, "code", 0) == 416:  # the part is as long as the file, or longer
+                part.unlink(missing_ok=True)
             fail(f"download of {name} stopped ({e}); the same command goes on from there")
 
 
@@ -253,7 +264,8 @@ def read_documents(source):
         documents = []
         for f in files:
             try:
-                documents.append(f.read_text("utf-8").encode())
+                documents.append(f.read_bytes())
+                documents[-1].decode("utf-8")
             except (OSError, UnicodeDecodeError) as e:
                 fail(f"{f} is no UTF-8 text ({e})")
         return list(dict.fromkeys(documents))
@@ -272,19 +284,17 @@ def load_data(source):
     path = Path(source)
     if source != "docs" and not path.exists():
         fail(f"--data {source}: no such file or folder")
-    if path.is_dir() and (shards := sorted(path.glob("*.bin"))):
+    if path.is_dir() and (shards := sorted(f for f in path.glob("*.bin") if f.is_file())):
         val = [f for f in shards if "val" in f.name]
         train = [f for f in shards if "train" in f.name]
         if not train or not val or set(train) & set(val):
             fail(f"{path}: *train*.bin and *val*.bin wanted, different files; found {[f.name for f in shards]}")
-        heads = {hashlib.sha256(f.read_bytes() if f.stat().st_size < 1 << 24 else f.open("rb").read(1 << 24)).digest()
-                 for f in val}  # fmt: skip
-        for f in train:
-            with open(f, "rb") as file:
-                if hashlib.sha256(file.read(1 << 24)).digest() in heads:
-                    fail(f"{f} is also a validation file")
         train, val = [read_shard(f) for f in train], [read_shard(f) for f in val]
-        vocabulary, digest = 50_304, None  # 50,257, padded
+        heads = [[hashlib.sha256(f[: 1 << 23]).hexdigest() for f in files] for files in (train, val)]
+        if same := set(heads[0]) & set(heads[1]):
+            fail(f"{train[heads[0].index(same.pop())].filename} is also a validation file")
+        digest = hashlib.sha256(str(heads).encode()).hexdigest()[:16]
+        vocabulary = 50_304  # 50,257, padded
     else:
         documents = [np.frombuffer(d, np.uint8) for d in read_documents(source)]
         if not sum(map(len, documents)):
@@ -306,7 +316,7 @@ class Streams:
     """Files cut into `rows` contiguous rows, read in segments: row b of segment k + 1 continues row b of segment k."""
 
     def __init__(self, files, rows, length, per_file=False):
-        self.rows, self.length = rows, length
+        self.rows, self.length, self.per_file = rows, length, per_file
         self.parts = [[f] for f in files] if per_file else [files]
         # targets lie one token ahead, so that the last token of a row is the first one of the next
         self.spans = [(sum(map(len, part)) - 1) // rows // length * length for part in self.parts]
@@ -320,7 +330,7 @@ class Streams:
         end); with per_file each file begins anew.
         """
         offset, part = k, 0
-        if len(self.parts) > 1:
+        if self.per_file:
             offset %= sum(self.spans) // self.length
             while offset >= self.spans[part] // self.length:
                 offset -= self.spans[part] // self.length
@@ -544,7 +554,7 @@ def continuation(model, prompt, length, temperature, top_k, device, seed):
     for _ in range(length):
         logits, _, state = model(tokens, state)
         likely, ids = logits[0, -1].topk(min(top_k, logits.shape[-1]))
-        probs = (likely / temperature).softmax(-1) if temperature else torch.eye(len(ids), device=device)[0]
+        probs = ((likely - likely[0]) / max(temperature, 1e-9)).softmax(-1)
         tokens = ids[torch.multinomial(probs, 1, generator=generator)].view(1, 1)
         yield tokens.item()
 
@@ -554,17 +564,15 @@ def continuation(model, prompt, length, temperature, top_k, device, seed):
 # ======================================================================================================================
 def write_atomically(path, write):
     """write(file) fills it: all of the bytes or none, also over a kill or a power cut. OSError where that fails."""
-    tmp = f"{path}.{os.getpid()}.tmp"
+    tmp = Path(f"{path}.{os.getpid()}.tmp")
     try:
         with open(tmp, "wb") as f:
             write(f)
             f.flush()
             os.fsync(f.fileno())
-        os.replace(tmp, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(tmp)
-        raise
+        tmp.replace(path)
+    finally:
+        tmp.unlink(missing_ok=True)
 
 
 def join(states):
@@ -584,7 +592,7 @@ class Records:
     def __init__(self, run_dir, step):
         self.run_dir, path = run_dir, run_dir / "metrics.csv"
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        kept = [line for line in lines if line.count(",") == 2 and line.split(",")[0].isdigit()]
+        kept = [line for line in lines if line.count(",") == 2 and re.match(r"[0-9]+,", line)]
         kept = ["step,name,value"] + [line for line in kept if int(line.split(",")[0]) <= step]
         write_atomically(path, lambda f: f.write("".join(line + "\n" for line in kept).encode()))
         self.file = open(path, "a")
@@ -599,14 +607,15 @@ class Records:
             self.writer.flush()
         except OSError as e:  # a full disk must not end a training
             tqdm.write(f"could not write the scalars of step {step}: {e}")
-            self.writer = SummaryWriter(self.run_dir)  # its thread has ended
+            with contextlib.suppress(OSError):
+                self.writer = SummaryWriter(self.run_dir)  # its thread has ended
 
 
 def save_checkpoint(path, checkpoint):
     try:
         write_atomically(path, lambda f: torch.save(checkpoint, f))
         return True
-    except OSError as e:
+    except (OSError, RuntimeError) as e:  # torch.save answers a full disk with either
         tqdm.write(f"could not write {path}: {e}; the previous one stays")
         return False
 
@@ -616,8 +625,11 @@ def load_checkpoint(path):
     if not Path(path).is_file():
         fail(f"there is no checkpoint {path}")
     try:
+        if bad := zipfile.ZipFile(path).testzip():  # torch.load does not look at the checksums
+            raise ValueError(f"wrong checksum of {bad}")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        script = checkpoint["script"]
+        keys = "script", "args", "model", "optimisers", "carried", "update", "elapsed", "data"
+        script, *_ = (checkpoint[k] for k in keys)
     except Exception as e:  # torch.load raises half a dozen kinds on a damaged file
         fail(f"{path} is no whole checkpoint ({type(e).__name__})")
     if script != Path(__file__).stem:
@@ -654,7 +666,8 @@ if __name__ == "__main__":
     rank, ranks = 0, int(os.environ.get("WORLD_SIZE", 1))
     if ranks > 1:  # under torchrun
         if device.type == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         rank = dist.get_rank()
     autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=args.amp)
@@ -663,13 +676,16 @@ if __name__ == "__main__":
 
     if args.download_fineweb:
         args.data = str(Path.home() / ".cache" / "fineweb10B-gpt2") if args.data == "docs" else args.data
-        download_fineweb(Path(args.data), args.download_fineweb)
+        if rank == 0:
+            download_fineweb(Path(args.data), args.download_fineweb)
+        if ranks > 1:
+            dist.barrier()
     train, val, vocabulary, data_facts = load_data(args.data)
     rows, updates = args.batch_tokens // args.segment, args.total_tokens // args.batch_tokens
     micro = args.streams or rows // ranks
     streams = Streams(train, rows, args.segment, args.reset_per_shard)
     warmup = -(-args.memory // 64)  # segments of the evaluation without score
-    eval_rows = min(32, (sum(map(len, val)) - 1) // ((warmup + 1) * 64))
+    eval_rows = min(max(32, args.eval_tokens // 8192), (sum(map(len, val)) - 1) // ((warmup + 1) * 64))
     if not eval_rows:
         fail(f"{data_facts['val_tokens']:,} validation tokens are fewer than a warm-up and a segment")
     eval_streams = Streams(val, eval_rows, 64)
@@ -705,8 +721,8 @@ if __name__ == "__main__":
         checkpoint = load_checkpoint(path)
         try:
             model.load_state_dict(checkpoint["model"])
-        except RuntimeError as e:
-            fail(f"{path} holds a model of another shape: {str(e).splitlines()[1].strip()}")
+        except (RuntimeError, TypeError) as e:
+            fail(f"{path} holds a model of another shape: {str(e).splitlines()[-1].strip()}")
         update, elapsed, carried = (checkpoint[k] for k in ("update", "elapsed", "carried"))
     if args.resume and update >= updates:
         fail(f"{args.resume} is finished; raise --total-tokens, or use --evaluate {path}")
@@ -730,8 +746,9 @@ if __name__ == "__main__":
         if args.sample is not None:
             if vocabulary != 257:
                 fail("--sample reads and writes bytes; this model's tokens are GPT-2's")
-            prompt = [END_OF_TEXT, *args.sample.encode()]
-            print(args.sample, end="", flush=True)
+            prompt = [END_OF_TEXT, *os.fsencode(args.sample)]
+            sys.stdout.flush()
+            sys.stdout.buffer.write(os.fsencode(args.sample))
             settings = args.sample_tokens, args.temperature, args.top_k, device, args.seed
             with autocast():
                 for token in continuation(model, prompt, *settings):
@@ -740,14 +757,17 @@ if __name__ == "__main__":
             print()
         sys.exit()
 
+    run_dir = Path(args.resume or args.runs_dir)
     if args.resume:
-        run_dir = Path(args.resume)
         if checkpoint["data"] != data_facts:
             fail(f"{run_dir} was trained on {checkpoint['data']}, and the data available now is {data_facts}")
-        for optimiser, saved in zip(optimisers, checkpoint["optimisers"]):
-            optimiser.load_state_dict(saved)
+        try:
+            for optimiser, saved in zip(optimisers, checkpoint["optimisers"], strict=True):
+                optimiser.load_state_dict(saved)
+        except ValueError as e:
+            fail(f"{path} holds the state of other optimisers: {e}")
     elif rank == 0:
-        name = f"{Path(__file__).stem}__{Path(args.data).name[:100]}__L{args.layers}E{args.experts}d{args.width}"
+        name = f"{Path(__file__).stem}__{Path(args.data).name[:40]}__L{args.layers}E{args.experts}d{args.width}"
         name += f"__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
         try:
             Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
@@ -769,10 +789,8 @@ if __name__ == "__main__":
             "machine": f"{platform.platform()}, {device} x {ranks}, {torch.get_num_threads()} torch threads",
         }
         if args.track:  # before the first SummaryWriter, which it watches
-            try:
-                import wandb
-            except ImportError:
-                fail("--track needs Weights & Biases: pip install wandb")
+            import wandb
+
             wandb.init(
                 project="temporal-recurrence", id=run_dir.name, config=about, resume="allow", sync_tensorboard=True
             )
@@ -847,6 +865,7 @@ if __name__ == "__main__":
         if ranks > 1:
             dist.all_reduce(totals)
         loss, square, stop = (totals / ranks).tolist()
+        stop *= update < updates  # a run that is through is evaluated, or --resume could not
         norm = float(nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm))
         if not math.isfinite(loss + norm):
             bar.close()
@@ -870,7 +889,9 @@ if __name__ == "__main__":
         )
         if rank == 0 and evaluating and not stop:
             clock = time.perf_counter()
-            result = validate(lambda: signals)
+            result = validate(lambda last=last: signals and not last)
+            if result and not math.isfinite(result["eval/loss"]):
+                fail(f"the validation loss is not finite after update {update}")
             timers["evaluation"] += time.perf_counter() - clock
         if rank == 0 and (result or last or stop or update % args.log_every == 0):
             seconds, count = time.time() - logged_time, sums.pop("updates")

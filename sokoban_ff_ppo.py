@@ -853,6 +853,8 @@ class Records:
 def load_checkpoint(path):
     """Stops with a message where the file is missing, truncated or not one of this script's."""
     with or_fail(f"there is no checkpoint {path}, or no whole checkpoint"):
+        if bad := zipfile.ZipFile(path).testzip():  # torch.load does not look at the checksums
+            raise ValueError(f"wrong checksum of {bad}")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         script = checkpoint["script"]
     if script != Path(__file__).stem:
@@ -1019,7 +1021,7 @@ if __name__ == "__main__":
         state["optimizer"] = optimizer.state_dict() if name == "last.pt" else None  # the best one is for evaluation
         try:
             write_atomically(run_dir / name, lambda f: torch.save(state, f))
-        except OSError as e:
+        except (OSError, RuntimeError) as e:  # torch.save answers a full disk with either
             tqdm.write(f"could not write {run_dir / name}: {e}; the previous one stays")
             return False
         return True

@@ -78,6 +78,8 @@ def test_per_file_streams_begin_anew_with_each_file():
     streams = lm.Streams(files, rows=2, length=5, per_file=True)
     assert [streams.batch(k)[2] for k in range(8)] == [0, 1, 2, 3, 0, 1, 0, 1]
     assert streams.batch(4)[0][:, 0].tolist() == [100, 110] and streams.batch(6)[0][:, 0].tolist() == [0, 20]
+    alone = lm.Streams(files[:1], rows=2, length=5, per_file=True)
+    assert [alone.batch(k)[2] for k in range(6)] == [0, 1, 2, 3, 0, 1] and alone.batch(4)[0][:, 0].tolist() == [0, 20]
 
 
 def test_embedded_corpus_is_the_same_in_another_process_and_its_splits_share_no_document():
@@ -133,7 +135,10 @@ BAD = [
     (["--total-tokens", 10], "less than one update"),
     (["--layers", 0], "at least 1"),
     (["--data", "/no/such/file"], "no such file"),
-    (["--resume", "/no/such/run"], "missing or damaged"),
+    (["--resume", "/no/such/run"], "there is no checkpoint"),
+    (["--data", ""], "is empty"),
+    (["--layers", 10**9], "at most"),
+    (["--download-fineweb", 104], "103 training shards"),
     (["--evaluate", "/no/such.pt"], "there is no checkpoint"),
     (["--sample", "x"], "--sample needs --evaluate"),
     (["--matrix-lr", "nan"], "must be at least"),
@@ -297,6 +302,37 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(tiny, 
     assert "not finite in update 4" in capsys.readouterr().err
     saved = torch.load(only(tmp_path / "runs") / "last.pt", weights_only=True)
     assert saved["update"] == 3 and all(torch.isfinite(p).all() for p in saved["model"].values())
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "last.pt"
+    assert lm.save_checkpoint(path, {"update": 1})
+    for error in (OSError(28, "No space left on device"), RuntimeError("[enforce fail at inline_container.cc:672]")):
+
+        def full(checkpoint, f, error=error):
+            f.write(b"half")
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "save", full)
+            assert not lm.save_checkpoint(path, {"update": 2})
+        assert torch.load(path, weights_only=True) == {"update": 1} and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "other"])
+def test_damaged_checkpoints_are_refused(damage, tiny, tmp_path, capsys):
+    assert run_here(*tiny, "--total-tokens", 32, "--runs-dir", tmp_path / "runs", script="lm_recurrent.py") == 0
+    path = only(tmp_path / "runs") / "last.pt"
+    content = bytearray(path.read_bytes())
+    if damage == "flip":
+        content[len(content) // 2] ^= 255
+    elif damage == "other":
+        torch.save({"script": "lm_recurrent"}, path)
+        content = path.read_bytes()
+    path.write_bytes({"truncate": content[:-100], "empty": b""}.get(damage, content))
+    for flag, value in (("--evaluate", path), ("--resume", path.parent)):
+        assert run_here(flag, value, "--total-tokens", 64, script="lm_recurrent.py") == 2
+        assert "no whole checkpoint" in capsys.readouterr().err
 
 
 def test_kill_9_loses_no_more_than_the_work_since_the_last_checkpoint(tiny, tmp_path):
