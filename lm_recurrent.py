@@ -404,23 +404,22 @@ class Recurrence(torch.autograd.Function):
     def forward(ctx, model, grad, filled, cos, sin, s, keys, values, *tensors):
         """s (B, d); keys, values (L, n, memory, size), `filled` of them in use; per level W_x x, weights."""
         levels = [[x.detach() for x in tensors[i : i + 6]] for i in range(0, len(tensors), 6)]
-        ctx.grads = [[torch.zeros_like(x, dtype=torch.float32) for x in level] for level in levels] if grad else levels
+        ctx.grads = [[torch.zeros_like(x, dtype=torch.float32) if grad else None for x in level] for level in levels]
         (E, S, B, d), C, (n, M, size) = tensors[0].shape, model.caches, keys.shape[1:]
         keys, values = (F.pad(past, (0, 0, 0, S)).to(tensors[1].dtype) for past in (keys, values))
         ctx.steps, ctx.buffers, ctx.carry, outputs = [], (keys, values), model.carry, []
         for t in range(S):
-            window, new = (slice(max(t + 1, low), M + t + 1) for low in (M - filled, M))  # new: of this segment
+            window, own = (slice(max(t + 1, low), M + t + 1) for low in (M - filled, M))  # own: of this segment
             s = s if model.carry else torch.zeros_like(s)
             for l, (x, w_in, *weights) in enumerate(levels):
                 sums = iter(ctx.grads[l][1:])
 
-                def gather(x, w, sums=sums):
+                def gather(x, w, sums=sums):  # autograd sees no weight: a hook adds x dy to its gradient
                     y, total, x = multiply(x, w), next(sums), x.detach().to(w.dtype).mT
-                    if grad:
-                        add = total.baddbmm_ if total.dtype == x.dtype else lambda x, dy: total.add_(x @ dy)
-                        if x.device.type == "cpu":  # where products in bf16 are slow
-                            x, add = x.float(), lambda x, dy: total.baddbmm_(x, dy.float())
-                        y.register_hook(lambda dy: [add(x, dy)].clear())  # no tensor: a hook's would replace dy
+                    if grad and x.device.type == "cpu":  # where products in bf16 are slow
+                        y.register_hook(lambda dy: [total.baddbmm_(x.float(), dy.float())].clear())  # returns None
+                    elif grad:
+                        y.register_hook(lambda dy: [total.add_(x @ dy)].clear())
                     return y
 
                 with torch.set_grad_enabled(grad):
@@ -438,7 +437,7 @@ class Recurrence(torch.autograd.Function):
                     middle = [leaf.detach().requires_grad_(grad) for leaf in (u, attended)]
                     out = finish(gather, *middle, *weights[1:], model.post_norm)
                 if grad:
-                    ctx.steps.append((inputs, (u, q, k, v), window, new, q_, p, a, middle, out))
+                    ctx.steps.append((inputs, (u, q, k, v), window, own, q_, p, a, middle, out))
                 s = out.detach()
             outputs.append(s)
         return torch.stack(outputs), keys[:, :, S:], values[:, :, S:]
@@ -450,17 +449,17 @@ class Recurrence(torch.autograd.Function):
         for t in reversed(range(len(d_outputs))):
             ds = d_outputs[t] + ds * ctx.carry
             for l in reversed(range(len(ctx.grads))):
-                inputs, half, window, new, q, p, a, middle, out = ctx.steps.pop()
+                inputs, first, window, own, q, p, a, middle, out = ctx.steps.pop()  # first: the first half's
                 du, da = torch.autograd.grad(out, middle, ds)
-                C, B, K, size = half[2].shape
+                C, B, K, size = first[2].shape
                 da = da.view(C, -1, B, K, 2, size).permute(0, 2, 3, 1, 4, 5).reshape(a.shape)
                 dp = p * (da @ values[l, :, window].mT - (da * a).sum(-1, keepdim=True))
-                d_keys[l, :, new] += dp[..., new.start - window.stop :].mT @ q
-                d_values[l, :, new] += p[..., new.start - window.stop :].mT @ da
-                # no later token reads this one's key and value: their gradients are complete
-                d_half = du, (dp @ keys[l, :, window]).float(), *(x[l, :, window.stop - 1] for x in (d_keys, d_values))
-                d_half = [x.view_as(y) for x, y in zip(d_half, half)]
-                ctx.grads[l][0][:, t], ds = torch.autograd.grad(half, inputs, d_half)
+                d_keys[l, :, own] += dp[..., own.start - window.stop :].mT @ q
+                d_values[l, :, own] += p[..., own.start - window.stop :].mT @ da
+                # later tokens have been here already: the gradients of this one's key and value are complete
+                d_first = du, (dp @ keys[l, :, window]).float(), *(x[l, :, window.stop - 1] for x in (d_keys, d_values))
+                d_first = [x.view_as(y) for x, y in zip(d_first, first)]
+                ctx.grads[l][0][:, t], ds = torch.autograd.grad(first, inputs, d_first)
         return *[None] * 8, *itertools.chain(*ctx.grads)
 
 
@@ -554,8 +553,8 @@ class Muon(torch.optim.Optimizer):
             for p in group["params"]:
                 if "momentum_buffer" not in self.state[p]:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                momentum = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
-                update = p.grad.lerp(momentum, group["momentum"])  # Nesterov's
+                average = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+                update = p.grad.lerp(average, group["momentum"])  # Nesterov's
                 matrices = update.movedim(group["heads_axis"], 1)
                 scale = max(1, matrices.shape[-1] / matrices.shape[-2]) ** 0.5
                 # a CPU gains nothing from bf16
@@ -915,7 +914,7 @@ if __name__ == "__main__":
             optimiser.zero_grad()
 
         # gradient accumulation splits streams, never time
-        clock, totals = time.perf_counter(), torch.zeros(3, device=device)  # loss, mean square, a wish to stop
+        clock, totals = time.perf_counter(), torch.zeros(3, device=device)  # loss, mean square, signals to stop
         for i, (lo, hi) in enumerate(bounds):
             x, y, segment = streams.batch(update - 1, lo, hi)
             if args.reset_per_shard and segment == 0:

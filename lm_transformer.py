@@ -488,8 +488,8 @@ class Muon(torch.optim.Optimizer):
             for p in group["params"]:
                 if "momentum_buffer" not in self.state[p]:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                momentum = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
-                update = p.grad.lerp(momentum, group["momentum"])  # Nesterov's
+                average = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+                update = p.grad.lerp(average, group["momentum"])  # Nesterov's
                 matrices = update.movedim(group["heads_axis"], 1)
                 scale = max(1, matrices.shape[-1] / matrices.shape[-2]) ** 0.5
                 # a CPU gains nothing from bf16
@@ -849,7 +849,7 @@ if __name__ == "__main__":
             optimiser.zero_grad()
 
         # gradient accumulation splits streams, never time
-        clock, totals = time.perf_counter(), torch.zeros(3, device=device)  # loss, mean square, a wish to stop
+        clock, totals = time.perf_counter(), torch.zeros(3, device=device)  # loss, mean square, signals to stop
         for i, (lo, hi) in enumerate(bounds):
             x, y, segment = streams.batch(update - 1, lo, hi)
             if args.reset_per_shard and segment == 0:
