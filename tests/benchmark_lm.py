@@ -9,6 +9,7 @@
 3. One-token latency with a full memory.
 """
 
+import ctypes
 import statistics
 import subprocess
 import sys
@@ -126,6 +127,9 @@ def latency(case, batch):
 
 
 if __name__ == "__main__":
+    if sys.platform == "linux":  # as the scripts do
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
+        mallopt(-4, 0), mallopt(-1, -1)
     print(f"{torch.get_num_threads()} torch threads")
     for amp in (False, True):
         speed(amp)
