@@ -146,9 +146,8 @@ class Args:
     """updates between records"""
 
 
-PAPER = {"width": 768, "heads": 8, "warmup_updates": 100, "batch_tokens": 131_072}
-PAPER |= {"total_tokens": 1_310_720_000, "eval_every": 13_107_200, "checkpoint_every": 13_107_200}
-PAPER |= {"eval_tokens": 10_485_760}
+PAPER = {"width": 768, "heads": 8, "warmup_updates": 100, "batch_tokens": 131_072, "total_tokens": 1_310_720_000}
+PAPER |= {"eval_tokens": 2_097_152, "eval_every": 65_536_000, "checkpoint_every": 13_107_200}
 MODEL_ARGS = ("layers", "experts", "width", "heads", "memory", "post_norm", "carry", "private_kv")
 CHANGEABLE = ("total_tokens", "eval_every", "checkpoint_every", "log_every", "streams", "device", "torch_threads")
 CHANGEABLE += ("resume", "download_fineweb")
