@@ -83,6 +83,8 @@ def open_array(folder, *name):
 
 def read_states(folder):
     """-> meta.json's dict, {table: array}, [(network, state), ...] of the saved states; see `open_array`"""
+    if not folder.is_dir():
+        fail(f"{folder} does not exist; make it with --save-states of a Sokoban script")
     try:
         meta = json.loads((folder / "meta.json").read_text())
         names = [f"{kind}{l}" for kind in meta["kinds"] for l in range(1, meta["args"]["layers"] + 1)]

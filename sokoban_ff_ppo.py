@@ -188,8 +188,10 @@ def parse_args(argv=None):
     args, saved = tyro.cli(Args, args=argv), {}
     if args.resume is not None and args.evaluate is not None:
         fail("--resume and --evaluate exclude each other")
-    if args.save_states is not None and (args.evaluate is None or Path(args.save_states).exists()):
-        fail("--save-states needs --evaluate CHECKPOINT, and a folder that does not exist yet")
+    if args.save_states is not None and args.evaluate is None:
+        fail("--save-states needs --evaluate CHECKPOINT")
+    if args.save_states is not None and Path(args.save_states).exists():
+        fail(f"--save-states {args.save_states} exists already; name a new folder")
     if path := args.evaluate or args.resume and Path(args.resume) / "args.json":
         with or_fail(f"{path} is missing or damaged; --resume takes a run's folder"):
             saved = load_checkpoint(path)["args"] if args.evaluate else json.loads(path.read_text())["args"]

@@ -208,7 +208,7 @@ def test_states_from_the_command_line(trained, level_files, tmp_path, capsys):
     assert meta["levels"]["sha256"] == sha256(new[:5]) and meta["kinds"] == {"h": 8, "c": 8, "s": 4}
     assert meta["checkpoint_sha256"] == drc.hashlib.sha256(trained.read_bytes()).hexdigest()
     assert (np.unique(np.load(folder / "level_id.npy")) == np.sort(drc.level_ids(new[:5]))).all()
-    assert run_here(*command, "--state-episodes", 5) == 2 and "does not exist yet" in capsys.readouterr().err
+    assert run_here(*command, "--state-episodes", 5) == 2 and "exists already" in capsys.readouterr().err
     assert [f.name for f in tmp_path.iterdir()] in (["mixed.npy", "states"], ["states", "mixed.npy"])
 
 
@@ -446,7 +446,7 @@ def test_too_few_episodes_other_levels_and_bad_flags(saved, tmp_path, capsys):
     for arguments, message in [
         ([tmp_path / "few"], "has 19 episodes; at least 20"),
         ([saved, tmp_path / "other"], "different levels"),
-        ([tmp_path / "nothing"], "no folder of --save-states"),
+        ([tmp_path / "nothing"], "does not exist"),
         ([saved, "--cohort", 121], "--cohort must be from 1 to"),
         ([saved, "--seed", -1], "--seed of 0"),
         ([saved, "--test-share", 1], "--test-share must be"),
