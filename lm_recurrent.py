@@ -382,14 +382,15 @@ def multiply(x, w):
 
 
 def project(multiply, u, w_qkv, heads, cos, sin):
-    """u (E, N, d) -> q (E, N, heads, size), k and v (E, N, heads / 2, size); q and k normed and rotated."""
-    qkv = multiply(rms_norm(u), w_qkv).float().view(*u.shape[:2], 2 * heads, -1)
+    """u (E or 1, N, d) -> q (E, N, heads, size), k and v (E, N, heads / 2, size); q and k normed and rotated."""
+    z = rms_norm(u).expand(len(w_qkv), -1, -1)
+    qkv = multiply(z, w_qkv).float().view(*z.shape[:2], 2 * heads, -1)
     qk, v = qkv.split([heads + heads // 2, heads // 2], 2)
     return *rotate(rms_norm(qk), cos, sin).split([heads, heads // 2], 2), v
 
 
 def finish(multiply, u, attended, w_o, w_1, w_2, post_norm):
-    """u and what its queries attended to, (E, N, d) -> the merged output of the experts (N, d)."""
+    """u (E or 1, N, d), what the queries attended to (E, N, d) -> the merged output of the experts (N, d)."""
     u = u + multiply(attended, w_o)
     u = u + multiply(multiply(rms_norm(u), w_1).relu().square(), w_2)
     return (rms_norm(u) if post_norm else u).sum(0) * len(u) ** -0.5
@@ -588,12 +589,12 @@ def muon_rate(update, updates, warmup):
 # Evaluation
 # ======================================================================================================================
 @torch.no_grad()
-def evaluate(model, streams, segments, memory, device, stopped=lambda: False):
-    """Loss over fixed targets after an unscored warm-up of at least one memory length, token by token as in use.
+def evaluate(model, streams, warmup, segments, device, stopped=lambda: False):
+    """Loss over the targets of `segments` segments after `warmup` unscored ones, with state and memory as in use.
 
-    -> (mean nats a target, bits a byte or None where tokens are no bytes), None where `stopped` answers True.
+    -> dict of eval/loss, nats a target, and where tokens are bytes eval/bits_per_byte; None where `stopped` is true.
     """
-    warmup, state, nats, count, size = -(-memory // streams.length), None, 0, 0, 0
+    state, nats, count, size = None, 0, 0, 0
     model.eval()
     for k in range(warmup + segments):
         if stopped():
@@ -605,8 +606,8 @@ def evaluate(model, streams, segments, memory, device, stopped=lambda: False):
             count += y.numel()
             size += int((y < 256).sum())
     model.train()
-    bits = nats / math.log(2) / size if logits.shape[-1] == 257 else None
-    return {"eval/loss": nats / count} | ({"eval/bits_per_byte": bits} if bits else {})
+    result = {"eval/loss": nats / count}
+    return result | ({"eval/bits_per_byte": nats / math.log(2) / size} if logits.shape[-1] == 257 else {})
 
 
 @torch.no_grad()
@@ -749,7 +750,7 @@ if __name__ == "__main__":
     rows, updates = args.batch_tokens // args.segment, args.total_tokens // args.batch_tokens
     micro = args.streams or rows // ranks
     streams = Streams(train, rows, args.segment, args.reset_per_shard)
-    warmup = -(-args.memory // 64)  # segments of the evaluation without score
+    warmup = -(-args.memory // 64)  # segments without score: a memory length at least
     eval_rows = min(max(32, args.eval_tokens // 8192), (sum(map(len, val)) - 1) // ((warmup + 1) * 64))
     if not eval_rows:
         fail(f"{data_facts['val_tokens']:,} validation tokens are fewer than a warm-up and a segment")
@@ -800,7 +801,7 @@ if __name__ == "__main__":
 
     def validate(stopped=lambda: False):
         with autocast():
-            result = evaluate(model, eval_streams, eval_segments, args.memory, device, stopped)
+            result = evaluate(model, eval_streams, warmup, eval_segments, device, stopped)
         if result:
             bits = f", {result['eval/bits_per_byte']:.4f} bits a byte" if "eval/bits_per_byte" in result else ""
             tqdm.write(f"evaluation: validation loss {result['eval/loss']:.4f} nats a token{bits}")
@@ -957,7 +958,6 @@ if __name__ == "__main__":
 
         # evaluation, records
         tokens, last, result = update * args.batch_tokens, update == updates, None
-
         evaluating, saving = (
             last or every > 0 and tokens // every > (tokens - args.batch_tokens) // every
             for every in (args.eval_every, args.checkpoint_every)
