@@ -554,13 +554,18 @@ class ConvLSTM(nn.Module):
         lecun_normal(self, 9 * (inputs + 2 * width))
 
     def kernel(self):
-        """The weights that read s; one expert's h is s, so that one convolution with the sum of both is exact."""
-        return self.conv_s.weight + self.conv_h.weight if self.conv_h.groups == 1 else self.conv_s.weight
+        """The weights that read s and h; one expert's h is s, so that the sum of both is exact."""
+        pair = self.conv_s.weight, self.conv_h.weight
+        return sum(pair) if self.conv_h.groups == 1 else torch.cat(pair, 1)
 
-    def forward(self, z, h, c):
-        """z (B, E, 4d, 10, 10): the shares of x and s; h (B, E d, 10, 10); c (B, E, d, 10, 10) -> h like c, c"""
-        if self.conv_h.groups > 1:  # else `kernel` has read it
-            z = z + self.conv_h(h).view(z.shape)
+    def reads(self, s, h):
+        """s (B, d or E d, 10, 10), h (B, E, d, 10, 10) -> what `kernel` reads, expert by expert (B, ..., 10, 10)"""
+        if self.conv_h.groups == 1:
+            return s
+        return torch.cat([s.unflatten(1, (-1, h.shape[2])).expand_as(h), h], 2).flatten(1, 2)
+
+    def forward(self, z, c):
+        """z (B, E, 4d, 10, 10), the convolution; c (B, E, d, 10, 10) -> h like c, c"""
         return self.gates(z, c, self.scale)
 
 
@@ -577,8 +582,11 @@ class ConvGLU(nn.Module):
     def kernel(self):
         return self.conv_s.weight
 
-    def forward(self, z, h, c):
-        """As ConvLSTM's; h is not read, c has no channels. RMS norm over each expert's channels and board."""
+    def reads(self, s, h):
+        return s
+
+    def forward(self, z, c):
+        """As ConvLSTM's; c has no channels. RMS norm over each expert's channels and board."""
         z = F.glu(z.float(), 2)
         return z * torch.rsqrt(z.square().mean((2, 3, 4), keepdim=True) + EPS) * self.scale, c
 
@@ -613,11 +621,19 @@ class Agent(nn.Module):
         return torch.zeros(batch, sum(self.state_channels), 10, 10, device=device)
 
     def encode(self, obs):
-        """obs (N, 10, 10, 2) uint8 -> (N, 32, 10, 10): one embedding per channel, RMS norm over channels and board."""
-        classes = torch.arange(5, dtype=torch.uint8, device=obs.device).view(5, 1)
-        one_hot = (obs.view(-1, 1, 100, 2).permute(0, 3, 1, 2) == classes).to(self.embedding.dtype)  # (N, 2, 5, 100)
-        x = (self.embedding.transpose(1, 2) @ one_hot).view(-1, 32, 10, 10)
-        return x * torch.rsqrt(x.square().mean((1, 2, 3), keepdim=True) + EPS)
+        """obs (N, 10, 10, 2) uint8 -> x (N, 6, 10, 10), kernels of the levels' shares of it.
+
+        The paper embeds each channel's class, 2 x 16 channels, and takes the RMS norm over channels and board. A 3x3
+        convolution of that is one of the classes themselves, 2 x 3 channels, with kernel x embedding as its kernel.
+        """
+        classes = torch.tensor([[[0], [3], [4]], [[0], [1], [2]]], dtype=torch.uint8, device=obs.device)
+        one_hot = (obs.view(-1, 1, 100, 2).permute(0, 3, 1, 2) == classes).to(self.embedding.dtype)
+        table = self.embedding[[[0], [1]], classes[..., 0].long()]  # (2, 3, 16)
+        mean_square = (one_hot.mean(3) * table.square().mean(2)).sum((1, 2)) / 2
+        x = one_hot.view(-1, 6, 10, 10) * torch.rsqrt(mean_square + EPS).view(-1, 1, 1, 1)
+        weights = (cell.conv_x.weight.view(-1, 2, 16, 9).transpose(2, 3) for cell in self.cells)
+        kernels = [(w @ table.mT).transpose(2, 3).reshape(-1, 6, 3, 3) for w in weights]
+        return x, kernels
 
     def merge(self, h, l, hears):
         """The outputs of level l's experts (B, E, d, 10, 10), summed for each row of hears -> (B, rows x d, 10, 10)"""
@@ -638,22 +654,23 @@ class Agent(nn.Module):
         """
         T, B = first.shape
         E = self.experts
-        x = self.encode(obs.flatten(0, 1))
-        u = [cell.conv_x(x).view(T, B, E, -1, 10, 10).unbind(0) for cell in self.cells]
-        s, *c, h = state.split(self.state_channels, 1)
-        c = [c_l.view(B, E, c_l.shape[1] // E, 10, 10) for c_l in c]
+        x, kernels = self.encode(obs.flatten(0, 1))
+        u = [F.conv2d(x, k, cell.conv_x.bias, padding=1) for k, cell in zip(kernels, self.cells)]
+        u = [u_l.view(T, B, E, -1, 10, 10).unbind(0) for u_l in u]  # each level's share of the observations
+        s, *c = state.split(self.state_channels, 1)
+        *c, h = [x.view(B, E, x.shape[1] // E, 10, 10) for x in c]
         kernels, outputs = [cell.kernel() for cell in self.cells], []
         for t, opens in enumerate(first.any(1).tolist()):
             if opens:
-                keep = (1 - first[t]).view(B, 1, 1, 1)
-                s, h, c = s * keep, h * keep, [c_l * keep.unsqueeze(4) for c_l in c]
+                keep = (1 - first[t]).view(B, 1, 1, 1, 1)
+                s, h, c = s * keep[:, 0], h * keep, [c_l * keep for c_l in c]
             for l, cell in enumerate(self.cells):
-                z = u[l][t] + F.conv2d(s, kernels[l], padding=1, groups=len(self.hears)).view(u[l][t].shape)
-                h_l, c[l] = cell(z, h, c[l])
-                s = self.merge(h_l, l, self.hears)
-                h = h_l.flatten(1, 2)[:, : self.state_channels[-1]]  # no channels where nothing reads it
-            outputs.append(s if len(self.hears) == 1 else self.merge(h_l, l, torch.ones_like(self.hears[:1])))
-        state = torch.cat([s, *(c_l.flatten(1, 2) for c_l in c), h], 1)
+                read = cell.reads(s, h)
+                z = F.conv2d(read, kernels[l], padding=1, groups=read.shape[1] // kernels[l].shape[1])
+                h, c[l] = cell(u[l][t] + z.view(u[l][t].shape), c[l])
+                s = self.merge(h, l, self.hears)
+            outputs.append(s if len(self.hears) == 1 else self.merge(h, l, torch.ones_like(self.hears[:1])))
+        state = torch.cat([s, *(c_l.flatten(1, 2) for c_l in c), h.flatten(1, 2)[:, : self.state_channels[-1]]], 1)
         return torch.stack(outputs), state
 
     def forward(self, obs, first, state):

@@ -182,10 +182,11 @@ def test_state_is_exactly_zero_at_a_first_observation():
     finally:
         F.conv2d = conv
     planes = 2  # one convolution a level reads the observation
-    s, h, c = seen[planes], seen[planes + 1], seen[planes + 2]
-    for carried in (s, h, c):
+    s_and_h, c = seen[planes], seen[planes + 1]
+    assert s_and_h.shape[1] == 3 * 2 * agent.width  # both, for each of the 3 experts
+    for carried in (s_and_h, c):
         assert (carried[0] == 0).all() and (carried[1] == 1).all()
-    assert sum(len(x) == 2 and bool((x[0] == 0).all()) for x in seen) == 4  # and the second level's c
+    assert sum(len(x) == 2 and bool((x[0] == 0).all()) for x in seen) == 3  # and the second level's c
 
 
 @pytest.mark.parametrize("experts", [1, 2])
@@ -205,13 +206,18 @@ def test_replay_of_a_rollout_gives_the_same_policy(experts):
     assert torch.allclose(state, end, atol=1e-5)
 
 
-def test_encoding_has_rms_1_over_the_board():
+def test_encoding_and_its_kernels_equal_the_convolution_of_the_embedded_board():
     agent = make_agent()
     obs, _ = boards(1, 5)
-    x = agent.encode(obs[0])
-    assert torch.allclose(x.square().mean((1, 2, 3)), torch.ones(5), atol=1e-2)
-    reference = torch.cat([agent.embedding[k][obs[0, ..., k].long()] for k in range(2)], -1).permute(0, 3, 1, 2)
-    assert torch.allclose(F.cosine_similarity(x.flatten(1), reference.flatten(1)), torch.ones(5))
+    embedded = torch.cat([agent.embedding[k][obs[0, ..., k].long()] for k in range(2)], -1).permute(0, 3, 1, 2)
+    embedded = embedded / (embedded.square().mean((1, 2, 3), keepdim=True) + drc.EPS).sqrt()
+    x, kernels = agent.encode(obs[0])
+    for kernel, cell in zip(kernels, agent.cells):
+        whole = F.conv2d(embedded, cell.conv_x.weight, padding=1)
+        assert whole.std() > 0.1 and torch.allclose(F.conv2d(x, kernel, padding=1), whole, atol=1e-5)
+    sum(F.conv2d(x, kernel).square().sum() for kernel in kernels).backward()  # RMS 1 whatever the embedding's scale is
+    along = (agent.embedding.grad * agent.embedding).sum()
+    assert agent.embedding.grad.norm() > 1 and along.abs() < 1e-2 * agent.embedding.grad.norm()
 
 
 # ---- advantages
