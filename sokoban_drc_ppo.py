@@ -968,18 +968,11 @@ if __name__ == "__main__":
         result = play(eval_levels)
         summarise(result)
         if args.save_states is not None:
-            meta = {
-                "script": Path(__file__).stem,
-                "args": checkpoint["args"],
-                "step": global_step,
-                "levels": eval_facts,
-            }
-            meta["eval_sample"], meta["seed"] = args.eval_sample, args.seed
+            meta = {"script": Path(__file__).stem, "args": checkpoint["args"], "step": global_step}
+            meta |= {"eval_sample": args.eval_sample, "seed": args.seed, "levels": eval_facts}
             meta["checkpoint_sha256"] = hashlib.sha256(Path(args.evaluate).read_bytes()).hexdigest()
-            meta["levels"] |= {
-                "count": len(eval_levels),
-                "sha256": hashlib.sha256(eval_levels.tobytes()).hexdigest()[:16],
-            }
+            meta["levels"]["count"] = len(eval_levels)
+            meta["levels"]["sha256"] = hashlib.sha256(eval_levels.tobytes()).hexdigest()[:16]
             fresh = Agent(*(getattr(args, name) for name in MODEL_ARGS)).to(device)
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing half-written stays
             networks = {"trained": agent, "untrained": fresh}
