@@ -78,7 +78,7 @@ class Args:
     amp: bool = False
     """matrix products in bf16"""
     compile: bool = False
-    """fuse pointwise operations with torch.compile"""
+    """fuse the RMS norms with torch.compile"""
     paper: bool = False
     """the paper's sizes, batch and length at its small budget; flags beside it win"""
 
@@ -368,16 +368,17 @@ def rms_norm(x):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)  # on a CPU faster than F.rms_norm
 
 
-def rotate(x, cos, sin):
-    """Rotary positions (Su et al. 2021), half-split: pairs (i, i + size / 2) of the last axis."""
-    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+def rotate(x, turn):
+    """Rotary positions (Su et al. 2021): pairs (2i, 2i + 1) of the last axis, turned as complex numbers. The authors
+    pair i with i + size / 2: the same model, its channels in another order."""
+    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turn).flatten(-2)
 
 
 def rotary_table(position, length, size, device):
-    """cos and signed sin (length, size) of positions from `position` on; angles in float64, for long streams."""
+    """exp(i angle) (length, size / 2) of positions from `position` on; angles in float64, for long streams."""
     frequency = 10_000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
-    angle = (torch.arange(position, position + length, dtype=torch.float64)[:, None] * frequency).to(device)
-    return torch.cat([angle, angle], 1).cos().float(), torch.cat([-angle, angle], 1).sin().float()
+    angle = torch.arange(position, position + length, dtype=torch.float64)[:, None] * frequency
+    return torch.polar(torch.ones_like(angle), angle).to(torch.complex64).to(device)
 
 
 def multiply(x, w):
@@ -385,12 +386,12 @@ def multiply(x, w):
     return torch.bmm(x.to(w.dtype), w)
 
 
-def project(multiply, u, w_qkv, heads, cos, sin):
+def project(multiply, u, w_qkv, heads, turn):
     """u (E or 1, N, d) -> q (E, N, heads, size), k and v (E, N, heads / 2, size); q and k normed and rotated."""
     z = rms_norm(u).expand(len(w_qkv), -1, -1)
     qkv = multiply(z, w_qkv).float().view(*z.shape[:2], 2 * heads, -1)
     qk, v = qkv.split([heads + heads // 2, heads // 2], 2)
-    return *rotate(rms_norm(qk), cos, sin).split([heads, heads // 2], 2), v
+    return *rotate(rms_norm(qk), turn).split([heads, heads // 2], 2), v
 
 
 def finish(multiply, u, attended, w_o, w_1, w_2, post_norm):
@@ -405,7 +406,7 @@ class Recurrence(torch.autograd.Function):
     values and their gradients are written to one buffer each. Weight gradients are summed in place."""
 
     @staticmethod
-    def forward(ctx, model, grad, filled, cos, sin, s, keys, values, *tensors):
+    def forward(ctx, model, grad, filled, turns, s, keys, values, *tensors):
         """s (B, d); keys, values (L, n, memory, size), `filled` of them in use; per level W_x x, weights."""
         levels = [[x.detach() for x in tensors[i : i + 6]] for i in range(0, len(tensors), 6)]
         ctx.grads = [[torch.zeros_like(x, dtype=torch.float32) if grad else None for x in level] for level in levels]
@@ -429,7 +430,7 @@ class Recurrence(torch.autograd.Function):
                 with torch.set_grad_enabled(grad):
                     inputs = [leaf.detach().requires_grad_(grad) for leaf in (x[:, t], s)]
                     u = (inputs[0] + gather(inputs[1].expand(E, B, d), w_in)).float()
-                    q, k, v = project(gather, u, weights[0], model.heads, cos[t], sin[t])
+                    q, k, v = project(gather, u, weights[0], model.heads, turns[t])
                     k, v = (kv.view(C, -1, *kv.shape[1:]).sum(1) * (E // C) ** -0.5 for kv in (k, v))
                     # all queries to a cache's head: (C B heads / 2, E / C x 2, size)
                     q = (q * size**-0.5).view(C, E // C, B, -1, 2, size).permute(0, 2, 3, 1, 4, 5).reshape(n, -1, size)
@@ -464,7 +465,7 @@ class Recurrence(torch.autograd.Function):
                 d_first = du, (dp @ keys[l, :, window]).float(), *(x[l, :, window.stop - 1] for x in (d_keys, d_values))
                 d_first = [x.view_as(y) for x, y in zip(d_first, first)]
                 ctx.grads[l][0][:, t], ds = torch.autograd.grad(first, inputs, d_first)
-        return *[None] * 8, *itertools.chain(*ctx.grads)
+        return *[None] * 7, *itertools.chain(*ctx.grads)
 
 
 class Level(nn.Module):
@@ -512,12 +513,12 @@ class Model(nn.Module):
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
         state = state or self.initial_state(B, device)
-        cos, sin = rotary_table(state["position"], S, self.width // self.heads, device)
+        turns = rotary_table(state["position"], S, self.width // self.heads, device)
         x, tensors = self.embedding(tokens.T).flatten(0, 1).to(dtype), []
         for level in self.levels:  # W_in [x, s] = W_x x + W_s s, the former for all tokens at once
             w_x, w_s = level.w_in.to(dtype).split(self.width, 1)
             tensors += [torch.matmul(x, w_x).unflatten(1, (S, B)), w_s, *level.weights(dtype)]
-        options = self, torch.is_grad_enabled(), state["filled"], cos, sin, state["s"]
+        options = self, torch.is_grad_enabled(), state["filled"], turns, state["s"]
         memory = (state[name].movedim(0, 2).flatten(1, 3) for name in ("keys", "values"))
         with torch.autocast(device.type, enabled=False):
             outputs, *memory = Recurrence.apply(*options, *memory, *tensors)
@@ -728,7 +729,7 @@ if __name__ == "__main__":
         rank = dist.get_rank()
     autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=args.amp)
     if args.compile:
-        rms_norm, rotate = torch.compile(rms_norm), torch.compile(rotate)
+        rms_norm = torch.compile(rms_norm)
 
     if args.download_fineweb:
         args.data = str(Path.home() / ".cache" / "fineweb10B-gpt2") if args.data == "docs" else args.data

@@ -78,7 +78,7 @@ class Args:
     amp: bool = False
     """matrix products in bf16"""
     compile: bool = False
-    """fuse pointwise operations with torch.compile"""
+    """fuse the RMS norms with torch.compile"""
     paper: bool = False
     """the paper's sizes, batch and length at its small budget; flags beside it win"""
 
@@ -364,16 +364,17 @@ def rms_norm(x):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)  # on a CPU faster than F.rms_norm
 
 
-def rotate(x, cos, sin):
-    """Rotary positions (Su et al. 2021), half-split: pairs (i, i + size / 2) of the last axis."""
-    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+def rotate(x, turn):
+    """Rotary positions (Su et al. 2021): pairs (2i, 2i + 1) of the last axis, turned as complex numbers. The authors
+    pair i with i + size / 2: the same model, its channels in another order."""
+    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turn).flatten(-2)
 
 
 def rotary_table(position, length, size, device):
-    """cos and signed sin (length, size) of positions from `position` on; angles in float64, for long streams."""
+    """exp(i angle) (length, size / 2) of positions from `position` on; angles in float64, for long streams."""
     frequency = 10_000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
-    angle = (torch.arange(position, position + length, dtype=torch.float64)[:, None] * frequency).to(device)
-    return torch.cat([angle, angle], 1).cos().float(), torch.cat([-angle, angle], 1).sin().float()
+    angle = torch.arange(position, position + length, dtype=torch.float64)[:, None] * frequency
+    return torch.polar(torch.ones_like(angle), angle).to(torch.complex64).to(device)
 
 
 def multiply(x, w):
@@ -381,12 +382,12 @@ def multiply(x, w):
     return torch.bmm(x.to(w.dtype), w)
 
 
-def project(multiply, u, w_qkv, heads, cos, sin):
+def project(multiply, u, w_qkv, heads, turn):
     """u (E or 1, N, d) -> q (E, N, heads, size), k and v (E, N, heads / 2, size); q and k normed and rotated."""
     z = rms_norm(u).expand(len(w_qkv), -1, -1)
     qkv = multiply(z, w_qkv).float().view(*z.shape[:2], 2 * heads, -1)
     qk, v = qkv.split([heads + heads // 2, heads // 2], 2)
-    return *rotate(rms_norm(qk), cos, sin).split([heads, heads // 2], 2), v
+    return *rotate(rms_norm(qk), turn).split([heads, heads // 2], 2), v
 
 
 def finish(multiply, u, attended, w_o, w_1, w_2, post_norm):
@@ -440,7 +441,7 @@ class Model(nn.Module):
             dtype = torch.get_autocast_dtype(device.type)
         if self.training or not state:  # a training window stands alone
             state = self.initial_state(B * (not self.training), device)
-        cos, sin = rotary_table(state["position"], S, self.width // self.heads, device)
+        turns = rotary_table(state["position"], S, self.width // self.heads, device)
         x, keys, values = self.embedding(tokens).flatten(0, 1), state["keys"].clone(), state["values"].clone()
         # of [memory but its first | tokens] token t reads positions t to t + memory - 1
         ahead = torch.arange(self.memory - 1 + S, device=device) - torch.arange(S, device=device)[:, None]
@@ -449,7 +450,7 @@ class Model(nn.Module):
         with torch.autocast(device.type, enabled=False):
             for l, level in enumerate(self.levels):
                 u, (w_qkv, *weights) = x[None], level.weights(dtype)
-                q, k, v = project(multiply, u, w_qkv, self.heads, *(a.repeat(B, 1)[:, None] for a in (cos, sin)))
+                q, k, v = project(multiply, u, w_qkv, self.heads, turns.repeat(B, 1)[:, None])
                 q, k, v = (y.unflatten(1, (B, S)).permute(1, 0, 3, 2, 4) for y in (q, k, v))  # (B, E, heads, S, size)
                 if not self.training:
                     k, v = (torch.cat([past[:, l, ..., 1:, :], new], 3) for past, new in ((keys, k), (values, v)))
@@ -663,7 +664,7 @@ if __name__ == "__main__":
         rank = dist.get_rank()
     autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=args.amp)
     if args.compile:
-        rms_norm, rotate = torch.compile(rms_norm), torch.compile(rotate)
+        rms_norm = torch.compile(rms_norm)
 
     if args.download_fineweb:
         args.data = str(Path.home() / ".cache" / "fineweb10B-gpt2") if args.data == "docs" else args.data

@@ -30,11 +30,20 @@ def attend(q, keys, values):
     return torch.einsum("bw,bws->bs", p, values)
 
 
+def turned(x, position):
+    """Rotary positions by their definition: each pair of channels is turned by position / 10,000 ** (2i / size)."""
+    size, y = x.shape[-1], torch.empty_like(x)
+    for i in range(size // 2):
+        a, b, angle = x[..., 2 * i], x[..., 2 * i + 1], position * 10_000 ** (-2 * i / size)
+        y[..., 2 * i] = a * math.cos(angle) - b * math.sin(angle)
+        y[..., 2 * i + 1] = a * math.sin(angle) + b * math.cos(angle)
+    return y
+
+
 def reference(model, tokens, carry=True):
     """Logits (B, S, V) and the mean square, by the definitions: attention over the last `memory` positions."""
     model, d, heads = model.double(), model.width, model.heads
-    size, (B, S), levels = d // heads, tokens.shape, model.levels
-    cos, sin = (x.double() for x in recurrent.rotary_table(0, S, size, "cpu"))
+    (B, S), levels = tokens.shape, model.levels
     past = [[[] for _ in range(len(level.w_1))] for level in levels]
     s, outputs = torch.zeros(B, d, dtype=torch.float64), []
     for t in range(S):
@@ -49,7 +58,7 @@ def reference(model, tokens, carry=True):
                     u = x if l == 0 else below
                 qkv = torch.einsum("bd,hds->hbs", rms(u), level.w_qkv[e])
                 q, k, v = qkv.split([heads, heads // 2, heads // 2])
-                q, k = (recurrent.rotate(rms(y), cos[t], sin[t]) for y in (q, k))
+                q, k = (turned(rms(y), t) for y in (q, k))
                 experts.append((u, q, k, v))
             if model.caches == 1 and E > 1:  # one cache: keys and values summed over the experts / sqrt(E)
                 k, v = (sum(e[i] for e in experts) / math.sqrt(E) for i in (2, 3))
