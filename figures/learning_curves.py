@@ -1,4 +1,5 @@
-"""Draw learning curves from the metrics.csv of any number of runs; every run is one line.
+"""Draw learning curves from the metrics.csv of any number of runs, every run one line, and print how soon each one
+solved 50 % and 90 % of the held-out levels: the first evaluation at which it did.
 
 python figures/learning_curves.py runs/A runs/B --output curves.png
 """
@@ -47,4 +48,9 @@ if __name__ == "__main__":
     axes[1].set_ylim(0, 1)
     figure.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", fontsize="small")
     figure.savefig(args.output, dpi=110)
+    for run_dir in args.runs:
+        evaluations = list(zip(*read(run_dir, "eval/solve_rate")))
+        first = [next((f"{step:,} steps" for step, rate in evaluations if rate >= aim), "never") for aim in (0.5, 0.9)]
+        last = "{1:.1%} at step {0:,}".format(*evaluations[-1]) if evaluations else "no evaluation yet"
+        print(f"{run_dir.name}: 50 % solved: {first[0]}, 90 %: {first[1]}; last: {last}")
     print(f"wrote {args.output}")

@@ -377,6 +377,22 @@ def text_rows():
     return [row + "\n" for row in rows]
 
 
+def test_learning_curves_tell_when_half_and_nine_tenths_were_solved(tmp_path, capsys):
+    rates = {"a": [(100, 0.2), (200, 0.5), (300, 0.95)], "b": [(100, 0.4), (200, 0.3)], "c": []}
+    for name, points in rates.items():
+        rows = ["step,name,value"] + [f"{step},eval/solve_rate,{rate}" for step, rate in points]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.csv").write_text("\n".join([*rows, "250,charts/SPS,0.99", ""]))
+    folders = [tmp_path / name for name in rates]
+    assert run_here(*folders, "--output", tmp_path / "curves.png", script="figures/learning_curves.py") == 0
+    assert capsys.readouterr().out.splitlines()[:3] == [
+        "a: 50 % solved: 200 steps, 90 %: 300 steps; last: 95.0% at step 300",
+        "b: 50 % solved: never, 90 %: never; last: 30.0% at step 200",
+        "c: 50 % solved: never, 90 %: never; last: no evaluation yet",
+    ]
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
 def test_help_is_whole():
     result = run_script("--help")
     assert not result.stderr and "warning" not in result.stdout.lower()
