@@ -138,7 +138,7 @@ class Args:
     thinking_steps: int = 0
     """extra network passes over the first observation of an evaluation episode (no effect without recurrence)"""
     capture_video: bool = False
-    """write an animated GIF of the first four evaluation episodes"""
+    """write an animated GIF of evaluation episodes, the four longest of those that were solved"""
     save_states: Optional[str] = None
     """with --evaluate: new folder for the network's states in evaluation episodes, which probe_plans.py reads"""
     state_episodes: int = 400
@@ -324,11 +324,8 @@ def boxoban_train(offline):
 LEFT, RIGHT = np.uint64(0x0101010101010101), np.uint64(0x8080808080808080)  # the outer columns
 SHIFT = [lambda b: b >> 8, lambda b: (b & ~RIGHT) << 1, lambda b: b << 8, lambda b: (b & ~LEFT) >> 1]
 REACH = 8  # rounds of a flood fill, each up to 4 steps: a longer detour of the player counts as out of reach
-KINDS = {  # boxes off their targets and pushes (from, to; few are more likely), rounds to the first push
-    "generated": (4, 4, 12, 30, REACH),
-    "medium-easy": (2, 3, 10, 30, REACH),
-    "easy": (1, 2, 2, 8, 0),
-}
+# boxes off their targets and pushes (from, to; few are more likely), rounds to the first push
+KINDS = {"generated": (4, 4, 12, 30, REACH), "medium-easy": (2, 3, 10, 30, REACH), "easy": (1, 2, 2, 8, 0)}
 NAMES = ("boxoban", "boxoban-test", *KINDS)
 
 
@@ -344,7 +341,7 @@ def generate_levels(kind, count, seed, exclude=(), n=5000):
     """Distinct levels, also when rotated or mirrored, without those of the canonical ids `exclude` -> levels (count,
     10, 10, 2); the pushes that solve them (count, pulls_to, 2) uint8: bit number of the box (64: no push), move (0 up,
     1 right, 2 down, 3 left)."""
-    boxes_from, boxes_to, pulls_from, pulls_to, walk = KINDS[kind]
+    boxes_from, boxes_to, pulls_from, pulls_to, last_rounds = KINDS[kind]
     rng, seen, kept = np.random.default_rng(seed), set(map(int, exclude)), []
     while sum(len(levels) for levels, _ in kept) < count:
         # n rooms: random walks carve the floor out of solid wall, each step a bar, an L or a block of 2 x 2
@@ -364,9 +361,9 @@ def generate_levels(kind, count, seed, exclude=(), n=5000):
             targets, moving = targets | spot, moving | spot * moves
         parked, player = targets ^ moving, any_bit(rng, floor & ~targets)
         box, budget, pushes = 0 * player, rng.integers(pulls_from, pulls_to + 1, (3, n)).min(0), []
-        for turn in range(pulls_to + 1):
+        for turn in range(pulls_to + 1):  # in the last one nothing is pulled: it is where the player may start
             free, reach = floor & ~(moving | parked), player
-            for _ in range(REACH if turn < pulls_to else walk):
+            for _ in range(REACH if turn < pulls_to else last_rounds):
                 for shift in SHIFT:
                     reach = reach | free & shift(reach)
             if turn == pulls_to:
@@ -588,7 +585,7 @@ class ConvGLU(nn.Module):
         return s
 
     def forward(self, z, c):
-        """As ConvLSTM's; c has no channels. RMS norm over each expert's channels and board."""
+        """As ConvLSTM's; c is not read. RMS norm over each expert's channels and board."""
         z = F.glu(z.float(), 2)
         return z * torch.rsqrt(z.square().mean((2, 3, 4), keepdim=True) + EPS) * self.scale, c
 
@@ -621,24 +618,22 @@ class Agent(nn.Module):
         return torch.zeros(batch, sum(self.state_channels), 10, 10, device=device)
 
     def encode(self, obs):
-        """obs (N, 10, 10, 2) uint8 -> x (N, 6, 10, 10), kernels of the levels' shares of it.
-
-        The paper embeds each channel's class, 2 x 16 channels, and takes the RMS norm over channels and board. A 3x3
-        convolution of that is one of the classes themselves, 2 x 3 channels, with kernel x embedding as its kernel.
-        """
+        """obs (N, 10, 10, 2) uint8 -> x (N, 6, 10, 10), kernels of the levels' shares of it. The paper embeds each
+        channel's class, 2 x 16 channels, and takes the RMS norm over channels and board. A 3x3 convolution of that is
+        one of the classes themselves, 2 x 3 channels, with embedding x kernel as its kernel."""
         classes = torch.tensor([[[0], [3], [4]], [[0], [1], [2]]], dtype=torch.uint8, device=obs.device)
         one_hot = (obs.view(-1, 1, 100, 2).permute(0, 3, 1, 2) == classes).to(self.embedding.dtype)
         table = self.embedding[[[0], [1]], classes[..., 0].long()]  # (2, 3, 16)
         mean_square = (one_hot.mean(3) * table.square().mean(2)).sum((1, 2)) / 2
         x = one_hot.view(-1, 6, 10, 10) * torch.rsqrt(mean_square + EPS).view(-1, 1, 1, 1)
-        weights = (cell.conv_x.weight.view(-1, 2, 16, 9).transpose(2, 3) for cell in self.cells)
-        kernels = [(w @ table.mT).transpose(2, 3).reshape(-1, 6, 3, 3) for w in weights]
-        return x, kernels
+        return x, [(table @ cell.conv_x.weight.view(-1, 2, 16, 9)).view(-1, 6, 3, 3) for cell in self.cells]
 
-    def merge(self, h, l, hears):
-        """The outputs of level l's experts (B, E, d, 10, 10), summed for each row of hears -> (B, rows x d, 10, 10)"""
+    def merge(self, h, l, hears=None):
+        """The outputs of level l's experts (B, E, d, 10, 10), summed for each row of hears (None: one row, of all)
+        -> (B, rows x d, 10, 10)"""
         if self.experts == 1:
             return h.flatten(1, 2)
+        hears = torch.ones_like(self.hears[:1]) if hears is None else hears
         n = hears.sum(1, keepdim=True)
         if self.aggregate == "gate":
             weights = (self.merge_logits[l] + hears.log()).softmax(1) * n.sqrt()
@@ -652,8 +647,7 @@ class Agent(nn.Module):
         obs (T, B, 10, 10, 2) uint8; first (T, B) and state (B, 0, 10, 10) do not matter here -> what the readout sees
         at every step (T, B, d, 10, 10), the state.
         """
-        T, B = first.shape
-        E = self.experts
+        (T, B), E = first.shape, self.experts
         x, kernels = self.encode(obs.flatten(0, 1))
         u = [F.conv2d(x, k, cell.conv_x.bias, padding=1) for k, cell in zip(kernels, self.cells)]
         u = [u_l.view(T * B, E, -1, 10, 10) for u_l in u]  # each level's share of the observations
@@ -666,7 +660,7 @@ class Agent(nn.Module):
                 u[l] = u[l] + z.view(u[l].shape)
             h, _ = cell(u[l], c)
             s = self.merge(h, l, self.hears)
-        output = s if len(self.hears) == 1 else self.merge(h, l, torch.ones_like(self.hears[:1]))
+        output = s if len(self.hears) == 1 else self.merge(h, l)
         return output.view(T, B, -1, 10, 10), state
 
     def forward(self, obs, first, state):
@@ -684,12 +678,10 @@ def gae(rewards, values, dones, timeouts, gamma, gae_lambda):
     """Generalised advantage estimation (Schulman et al. 2016) under next-step autoreset. rewards (T, B); values, dones,
     timeouts (T+1, B): dones[t] = 1 says that obs[t] is the last one of its episode (row t then is no step of any),
     timeouts[t] = 1 to bootstrap from its value. -> advantages (T, B), 0 in such rows."""
-    advantages, lastgaelam = torch.zeros_like(rewards), torch.zeros_like(rewards[0])
-    nextvalues = values * (1 - dones + timeouts)
+    advantages, lastgaelam, nextvalues = torch.zeros_like(rewards), 0, values * (1 - dones + timeouts)
     for t in reversed(range(len(rewards))):
         delta = rewards[t] + gamma * nextvalues[t + 1] - values[t]
-        lastgaelam = (delta + gamma * gae_lambda * (1 - dones[t + 1]) * lastgaelam) * (1 - dones[t])
-        advantages[t] = lastgaelam
+        advantages[t] = lastgaelam = (delta + gamma * gae_lambda * lastgaelam) * (1 - dones[t])
     return advantages
 
 
@@ -722,9 +714,8 @@ def ppo_loss(agent, mb, args):
 @torch.no_grad()
 def evaluate(agent, levels, device, sample=False, thinking_steps=0, seed=0, stop=()):
     """Play each level once, 120 steps at most, without touching the training's random state. levels (N, 10, 10, 2),
-    all different -> dict of solved, returns, lengths (N,), actions (N, 120) and frames, the grids (4, 10, 10, 2) of the
-    first levels after every step; None as soon as `stop` is not empty."""
-    generator, frames = torch.Generator(device=device).manual_seed(seed), [levels[:4, ..., ::-1]]
+    all different -> dict of solved, returns, lengths (N,), actions (N, 120); None as soon as `stop` is not empty."""
+    generator = torch.Generator(device=device).manual_seed(seed)
     played, taken = np.zeros((3, len(levels))), np.zeros((len(levels), 120), np.int8)  # solved, return, length; actions
     for start in range(0, len(levels), 1000):
         batch = levels[start : start + 1000]
@@ -734,37 +725,34 @@ def evaluate(agent, levels, device, sample=False, thinking_steps=0, seed=0, stop
         if not (grid == batch[..., ::-1]).all():
             raise RuntimeError("EnvPool does not open with the wanted levels; is this envpool 1.2.5?")
         state, first, alive = agent.initial_state(n, device), torch.ones(1, n, device=device), np.arange(n)
-        for thinking in itertools.count(-thinking_steps):
+        for t in itertools.count(-thinking_steps):
             if stop:
                 return None
             logits, _, state = agent(torch.from_numpy(grid[alive]).to(device).unsqueeze(0), first, state)
             first = torch.zeros_like(first)
-            if thinking < 0:  # the same observation again
+            if t < 0:  # the same observation again
                 continue
             probs, actions = logits[0].softmax(-1), np.zeros(n, int)
             choice = torch.multinomial(probs, 1, generator=generator)[:, 0] if sample else probs.argmax(-1)
             actions[alive] = choice.cpu().numpy()
             grid, reward, done, _, solved = envs.step(actions)
-            taken[start + alive, thinking] = actions[alive]
+            taken[start + alive, t] = actions[alive]
             played[:, start + alive] += np.stack([solved, reward, np.ones(n)])[:, alive]
-            if start == 0:
-                frames.append(frames[-1].copy())
-                frames[-1][alive[alive < 4]] = grid[alive[alive < 4]]
             running = ~done[alive]  # finished episodes leave the batch
             alive, state, first = alive[running], state[torch.from_numpy(running)], first[:, : running.sum()]
             if not len(alive):
                 break
-    result = {"solved": played[0] > 0, "returns": played[1], "lengths": played[2].astype(int), "actions": taken}
-    return result | {"frames": frames}
+    return {"solved": played[0] > 0, "returns": played[1], "lengths": played[2].astype(int), "actions": taken}
 
 
 @torch.no_grad()
 def save_states(folder, networks, levels, result, thinking_steps, meta):
     """Play `levels` again with the actions of `result` (see `evaluate`) and write what probe_plans.py reads.
 
-    networks: {"trained": agent, "untrained": agent}. Each array has one row a pass: `t` counts the steps of `episode`,
-    below 0 are thinking steps. NETWORK_h1.npy, ..., float16 (rows, 10, 10, channels), are the states after the
-    layer's update: h and c of all experts; s, their merge, where it is not h itself; s alone where nothing is carried.
+    networks: {"trained": agent, "untrained": agent}. All arrays but terminal_grid have one row a pass: `t` counts the
+    steps of `episode`, below 0 are thinking steps. NETWORK_h1.npy, ..., float16 (rows, 10, 10, channels), are the
+    states after the layer's update: h and c of all experts; s, their merge, where it is not h itself; s alone where
+    experts have no state of their own.
     """
     agent, device, passed = networks["trained"], networks["trained"].embedding.device, []
     count = result["lengths"] + thinking_steps
@@ -777,7 +765,7 @@ def save_states(folder, networks, levels, result, thinking_steps, meta):
     kinds |= {"s": agent.width} if agent.experts > 1 or not kinds else {}
     parts = list(itertools.product(networks, kinds, range(len(agent.cells))))
     size = sum(200 * len(t) * kinds[kind] for _, kind, _ in parts) + sum(a.nbytes for a in tables.values())
-    tmp = Path(f"{folder}.tmp")
+    tmp = Path(f"{Path(folder)}.tmp")  # without a slash at its end
     try:
         shutil.rmtree(tmp, ignore_errors=True)  # of a start that was killed
         tmp.mkdir(parents=True)
@@ -785,9 +773,8 @@ def save_states(folder, networks, levels, result, thinking_steps, meta):
         print(f"{len(levels)} episodes, {len(t):,} passes: {size / 1e6:,.1f} MB to write, {free / 1e6:,.0f} MB free")
         if free < 2 * size:
             fail(f"{folder} needs twice that to be free; lower --state-episodes, or name a folder on another disk")
-        files, new = {}, functools.partial(np.lib.format.open_memmap, mode="w+", dtype=np.float16)
-        for name, kind, l in parts:
-            files[name, kind, l] = new(tmp / f"{name}_{kind}{l + 1}.npy", shape=(len(t), 10, 10, kinds[kind]))
+        new = functools.partial(np.lib.format.open_memmap, mode="w+", dtype=np.float16)
+        files = {(n, k, l): new(tmp / f"{n}_{k}{l + 1}.npy", shape=(len(t), 10, 10, kinds[k])) for n, k, l in parts}
         for cell in (cell for network in networks.values() for cell in network.cells):
             cell.register_forward_hook(lambda cell, inputs, output: passed.append(output))
         for batch in np.split(np.arange(len(levels)), range(100, len(levels), 100)):
@@ -802,7 +789,7 @@ def save_states(folder, networks, levels, result, thinking_steps, meta):
                     first = torch.zeros(1, len(alive), device=device)  # the state is zero already
                     states[name][alive] = network(obs.unsqueeze(0), first, states[name][alive])[2]
                     for l, (h, c) in enumerate(passed):
-                        s = network.merge(h, l, torch.ones_like(network.hears[:1]))
+                        s = network.merge(h, l)
                         for kind in kinds:
                             x = {"h": h, "c": c, "s": s}[kind].reshape(len(alive), -1, 10, 10)
                             files[name, kind, l][row] = x.movedim(1, 3).half().cpu().numpy()
@@ -831,12 +818,18 @@ def summarise(result):
     return {"eval/solve_rate": solved / n, "eval/episodic_return": returns, "eval/episodic_length": lengths}
 
 
-def write_gif(path, frames):
-    """frames: list of grids (K, 10, 10, 2), movable channel first -> K boards side by side, 16 pixels a square."""
+def write_gif(path, levels, result):
+    """The four longest solved episodes of `result` (see `evaluate`), played again side by side, 16 pixels a square."""
+    chosen = np.argsort(-(result["solved"] * result["lengths"]), kind="stable")[:4]
+    length, boards = result["lengths"][chosen], [levels[chosen, ..., ::-1]]
+    envs = Sokoban([levels[chosen]], [opening_seeds(len(chosen))])
+    for t in range(length.max()):
+        grid = envs.step(result["actions"][chosen, t])[0]
+        boards.append(np.where((t < length)[:, None, None, None], grid, boards[-1]))
     colours, wall = np.zeros((5, 3, 3), np.uint8), (84, 84, 92)
     colours[0] = (222, 214, 196), wall, (232, 150, 140)  # nothing on floor, wall, target
     colours[3], colours[4] = (58, 110, 200), ((176, 120, 60), wall, (80, 160, 80))  # the agent; a box
-    movable, fixed = np.moveaxis(np.concatenate(np.swapaxes(frames, 0, 1), 2), 3, 0)  # (frames, 10, K x 10)
+    movable, fixed = np.moveaxis(np.concatenate(np.swapaxes(boards, 0, 1), 2), 3, 0)  # (frames, 10, K x 10)
     pixels = colours[movable, fixed].repeat(16, 1).repeat(16, 2)
     pixels[:, ::16] = pixels[:, :, ::16] = wall
     images = [Image.fromarray(image).quantize(16) for image in pixels]
@@ -967,15 +960,14 @@ if __name__ == "__main__":
             meta = {"script": Path(__file__).stem, "args": checkpoint["args"], "step": global_step}
             meta |= {"eval_sample": args.eval_sample, "seed": args.seed, "levels": eval_facts}
             meta["checkpoint_sha256"] = hashlib.sha256(Path(args.evaluate).read_bytes()).hexdigest()
-            meta["levels"]["count"] = len(eval_levels)
-            meta["levels"]["sha256"] = hashlib.sha256(eval_levels.tobytes()).hexdigest()[:16]
+            meta["levels"] |= {"count": len(eval_levels), "sha256": hashlib.sha256(eval_levels).hexdigest()[:16]}
             fresh = Agent(*(getattr(args, name) for name in MODEL_ARGS)).to(device)
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing half-written stays
             networks = {"trained": agent, "untrained": fresh}
             with autocast():
                 save_states(args.save_states, networks, eval_levels, result, args.thinking_steps, meta)
         if args.capture_video:
-            write_gif(Path(args.evaluate).with_suffix(".gif"), result["frames"])
+            write_gif(Path(args.evaluate).with_suffix(".gif"), eval_levels, result)
         sys.exit()
 
     levels, facts = load_levels(args.levels, args.offline, exclude=eval_levels)
@@ -997,15 +989,9 @@ if __name__ == "__main__":
     print(f"EnvPool serves {args.levels} in {len(envs.pools)} pools: first observations checked")
 
     status, commit = subprocess.getstatusoutput(f'git -C "{Path(__file__).parent}" rev-parse HEAD')
-    about = {
-        "args": asdict(args),
-        "levels": facts,
-        "eval_levels": eval_facts,
-        "model": model_facts,
-        "versions": {m.__name__: m.__version__ for m in (torch, envpool, np)} | {"python": sys.version.split()[0]},
-        "git_commit": None if status else commit,
-        "machine": machine,
-    }
+    versions = {m.__name__: m.__version__ for m in (torch, envpool, np)} | {"python": sys.version.split()[0]}
+    about = {"args": asdict(args), "levels": facts, "eval_levels": eval_facts, "model": model_facts}
+    about |= {"versions": versions, "git_commit": None if status else commit, "machine": machine}
     name = f"L{args.layers}E{args.experts}d{args.width}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     name = f"{Path(__file__).stem}__{Path(args.levels).name[:100]}__{name}"
     run_dir = Path(args.resume or Path(args.runs_dir) / name)
@@ -1017,11 +1003,11 @@ if __name__ == "__main__":
                 break
             run_dir = Path(args.runs_dir) / f"{name}-{i}"  # two runs that start in the same second get two folders
         if args.track:  # before the first SummaryWriter, which it watches
-            with or_fail("--track needs Weights & Biases: pip install wandb"):
+            with or_fail("--track needs Weights & Biases: pip install wandb, then wandb login"):
                 import wandb
-            wandb.init(
-                project="temporal-recurrence", id=run_dir.name, config=about, resume="allow", sync_tensorboard=True
-            )
+
+                options = {"project": "temporal-recurrence", "resume": "allow", "sync_tensorboard": True}
+                wandb.init(id=run_dir.name, config=about, **options)
         write_atomically(run_dir / "args.json", lambda f: f.write((json.dumps(about, indent=1) + "\n").encode()))
         records = Records(run_dir, global_step)
         undo.pop_all()  # all is well: the folder stays
@@ -1060,19 +1046,20 @@ if __name__ == "__main__":
     next_done = next_timeout = torch.zeros(N, device=device)
     next_first = torch.ones(N, device=device)  # next_obs opens an episode
     next_state = agent.initial_state(N, device)
-    episode_return, episode_length, was_done = np.zeros(N), np.zeros(N, int), np.zeros(N, bool)
+    episode, was_done = np.zeros((2, N)), np.zeros(N, bool)  # return and length so far
     interval, done_rows = 0.5 if sys.stderr.isatty() else 30, iteration * args.batch_size
     bar = tqdm(total=args.total_timesteps, initial=done_rows, unit="step", unit_scale=True, mininterval=interval)
     timers, losses = defaultdict(float), defaultdict(list)
     start_time = logged_time = time.time()
-    logged_step = global_step
+    logged_step, stop = global_step, False
 
-    while iteration < args.num_iterations:
+    while iteration < args.num_iterations and not stop:
         iteration, before = iteration + 1, global_step
         if args.anneal_lr:
             optimizer.param_groups[0]["lr"] = (1 - (iteration - 1) / args.num_iterations) * args.learning_rate
 
-        # rollout
+        # rollout; with the last observation of an episode comes dones = 1, the row after it, with the first one of the
+        # next, has firsts = 1: the step from the one to the other is EnvPool's reset, and counts for nothing
         rollout_state = next_state
         for step in range(T):
             clock = time.perf_counter()
@@ -1092,12 +1079,10 @@ if __name__ == "__main__":
             rewards[step] = torch.from_numpy(reward).to(device)
             next_obs = torch.from_numpy(grid).to(device)
             next_done, next_timeout = (torch.from_numpy(x).to(device, torch.float32) for x in (done, timeout))
-            episode_return += reward
-            episode_length += ~was_done
+            episode += np.stack([reward, ~was_done])
             global_step += int(N - was_done.sum())
-            for i in np.flatnonzero(done):
-                episodes.append([float(episode_return[i]), int(episode_length[i]), bool(solved[i])])
-            episode_return[done] = episode_length[done] = 0
+            episodes.extend(np.stack([*episode, solved], 1)[done].tolist())
+            episode[:, done] = 0
             was_done = done
 
         # advantages; the state after the value call is dropped: the next rollout reads this observation again
@@ -1160,11 +1145,9 @@ if __name__ == "__main__":
             logged_time, logged_step = time.time(), global_step
         if result and scalars["eval/solve_rate"] > best:
             best = scalars["eval/solve_rate"]
-            save("best.pt")
+            saving = save("best.pt") or saving  # a resume must know of it
         if saving:
             save("last.pt")
-        if stop:
-            break
     bar.close()
 
     # the whole evaluation set, once
@@ -1180,6 +1163,6 @@ if __name__ == "__main__":
     if not save("last.pt", finished=True):
         sys.exit(1)
     if args.capture_video:
-        write_gif(run_dir / "evaluation.gif", result["frames"])
+        write_gif(run_dir / "evaluation.gif", eval_levels, result)
     print(f"{global_step:,} steps in {elapsed + time.time() - start_time:,.0f} s, peak memory "
           f"{peak_memory(device):,.0f} MB; records and checkpoints in {run_dir}")  # fmt: skip
