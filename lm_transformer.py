@@ -352,7 +352,8 @@ EPS = 1e-5
 
 def rms_norm(x):
     """Root mean square norm of the last axis without scale (Zhang and Sennrich 2019)."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)  # on a CPU faster than F.rms_norm
+    # on a CPU faster than F.rms_norm, and than with square() and mean(), whose gradients take more passes
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + EPS)
 
 
 def rotary_table(position, length, size, device):
