@@ -636,6 +636,8 @@ class Records:
 
     def __init__(self, run_dir, step):
         self.run_dir, path = run_dir, run_dir / "metrics.csv"
+        for half_written in run_dir.glob("*.tmp"):  # by a start that was killed
+            half_written.unlink()
         text = path.read_text(errors="replace") if path.exists() else ""
         rows = [row for row, at in re.findall(r"^((\d+),.+,.+)$", text, re.M) if int(at) <= step]
         write_atomically(path, lambda f: f.write("\n".join(["step,name,value", *rows, ""]).encode()))

@@ -389,8 +389,10 @@ def test_kill_9_loses_no_more_than_the_work_since_the_last_checkpoint(tiny, tmp_
     process.wait()
     run_dir = only(runs)
     update = torch.load(run_dir / "last.pt", weights_only=True)["update"]
+    (run_dir / "last.pt.1.tmp").write_bytes(b"half of one")
     assert run_here("--resume", run_dir, "--total-tokens", (update + 3) * 32, script="lm_recurrent.py") == 0
     assert losses(run_dir)[-1][0] == (update + 3) * 32
+    assert not list(run_dir.glob("*.tmp"))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

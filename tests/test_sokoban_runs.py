@@ -232,6 +232,7 @@ def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(tiny, tmp_path):
         run_dir = only_run(folder)
         iteration = drc.load_checkpoint(run_dir / "last.pt")["iteration"]
         assert iteration >= 1
+    (run_dir / "last.pt.1.tmp").write_bytes(b"half of one")
     run_script("--resume", run_dir, "--total-timesteps", (iteration + 2) * 40)
     steps = [step for step, _ in metrics(run_dir)["losses/value_loss"]]
     assert steps == sorted(set(steps)) and len(steps) == iteration + 2
