@@ -273,10 +273,9 @@ def read_documents(source):
         return list(documents)
     for module, patterns in DOCS.items():  # parsed, not imported: __doc__ differs between processes
         folder = Path(module.__path__[0])
-        for f in sorted(
-            {f for pattern in patterns for f in folder.glob(pattern) if "tests" not in f.relative_to(folder).parts}
-        ):
-            for node in ast.walk(ast.parse(f.read_bytes())):
+        files = {f.relative_to(folder) for pattern in patterns for f in folder.glob(pattern)}
+        for f in sorted(f for f in files if "tests" not in f.parts):
+            for node in ast.walk(ast.parse((folder / f).read_bytes())):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) >= 200:
                     documents[node.value.encode("utf-8", "replace")] = None
     return list(documents)
