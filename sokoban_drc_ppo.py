@@ -650,7 +650,7 @@ class Agent(nn.Module):
         (T, B), E = first.shape, self.experts
         x, kernels = self.encode(obs.flatten(0, 1))
         u = [F.conv2d(x, k, cell.conv_x.bias, padding=1) for k, cell in zip(kernels, self.cells)]
-        u = [u_l.view(T, B, E, -1, 10, 10).unbind(0) for u_l in u]  # each level's share of the observations
+        u = [u_l.view(T, B, -1, 10, 10).unbind(0) for u_l in u]  # each level's share of the observations
         s, *c = state.split(self.state_channels, 1)
         *c, h = [part.view(B, E, part.shape[1] // E, 10, 10) for part in c]  # no channels where `reads` takes s alone
         kernels, outputs = [cell.kernel() for cell in self.cells], []
@@ -661,7 +661,7 @@ class Agent(nn.Module):
             for l, cell in enumerate(self.cells):
                 read = cell.reads(s, h)
                 z = F.conv2d(read, kernels[l], padding=1, groups=read.shape[1] // kernels[l].shape[1])
-                h, c[l] = cell(u[l][t] + z.view(u[l][t].shape), c[l])
+                h, c[l] = cell(z.add_(u[l][t]).view(B, E, -1, 10, 10), c[l])
                 s = self.merge(h, l, self.hears)
             outputs.append(s if len(self.hears) == 1 else self.merge(h, l))
         state = torch.cat([s, *(c_l.flatten(1, 2) for c_l in c), h.flatten(1, 2)[:, : self.state_channels[-1]]], 1)

@@ -650,15 +650,14 @@ class Agent(nn.Module):
         (T, B), E = first.shape, self.experts
         x, kernels = self.encode(obs.flatten(0, 1))
         u = [F.conv2d(x, k, cell.conv_x.bias, padding=1) for k, cell in zip(kernels, self.cells)]
-        u = [u_l.view(T * B, E, -1, 10, 10) for u_l in u]  # each level's share of the observations
         s = h = None  # the first level reads x alone
         c = x.new_zeros(T * B, E, self.width, 10, 10)
         for l, cell in enumerate(self.cells):
+            z = u[l]  # each level's share of the observations
             if l:
                 read, kernel = cell.reads(s, h), cell.kernel()
-                z = F.conv2d(read, kernel, padding=1, groups=read.shape[1] // kernel.shape[1])
-                u[l] = u[l] + z.view(u[l].shape)
-            h, _ = cell(u[l], c)
+                z = F.conv2d(read, kernel, padding=1, groups=read.shape[1] // kernel.shape[1]).add_(z)
+            h, _ = cell(z.view(T * B, E, -1, 10, 10), c)
             s = self.merge(h, l, self.hears)
         output = s if len(self.hears) == 1 else self.merge(h, l)
         return output.view(T, B, -1, 10, 10), state
