@@ -4,10 +4,12 @@
 
 For each (layers, experts, width): `share` = time of the convolutions alone, called as the script calls them (20
 single-step forward passes without gradient, then the training forward and backward pass) / time of the whole loop of
-the script, which runs as a user would: 32 environments x 20 steps, one epoch. Both are measured in turn, twice.
+the script, which runs as a user would: 32 environments x 20 steps, one epoch. Both are measured in turn, twice. The
+yardstick is measured before and after each loop, so that both see the same machine.
 """
 
 import csv
+import ctypes
 import statistics
 import subprocess
 import sys
@@ -69,25 +71,30 @@ def loop_seconds(script, shape, iterations):
         for flag, value in zip(("--layers", "--experts", "--width"), shape):
             command += [flag, value]
         command += ["--num-envs", N, "--num-steps", T, "--update-epochs", 1, "--num-minibatches", 1, "--eval-every", 0]
-        command += ["--total-timesteps", iterations * N * T, "--log-every", iterations // 4, "--runs-dir", folder]
+        command += ["--total-timesteps", iterations * N * T, "--log-every", iterations // 10, "--runs-dir", folder]
         subprocess.run(list(map(str, command)), check=True, capture_output=True)
         (path,) = Path(folder).glob("*/metrics.csv")
         rows = list(csv.DictReader(open(path)))
-    rates = [float(r["value"]) for r in rows if r["name"] == "charts/SPS"][1:]  # the first ones hold the warm-up
-    environment = [float(r["value"]) for r in rows if r["name"] == "stats/time_environment"][1:]
+    rates = [float(r["value"]) for r in rows if r["name"] == "charts/SPS"][2:]  # the first ones hold the warm-up
+    environment = [float(r["value"]) for r in rows if r["name"] == "stats/time_environment"][2:]
     return N * T / statistics.median(rates), statistics.median(environment)
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
+    if sys.platform == "linux":  # as the scripts do; or else the convolutions alone are slower here than there
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
+        mallopt(-4, 0), mallopt(-1, -1)  # M_MMAP_MAX, M_TRIM_THRESHOLD
     print(f"{torch.get_num_threads()} torch threads, {N} environments x {T} steps, fp32; medians of 2 turns")
-    pass_seconds, rates = [], {}
-    shapes = {(drc, 4, 1, 64): 5, (drc, 2, 6, 32): 5, (drc, 1, 1, 16): 100, (ff, 8, 2, 32): 5, (ff, 4, 1, 64): 5}
+    rates = {}
+    yardstick = [((N, 160, 10, 10), (256, 160, 3, 3), 1)] * 20
+    shapes = {(drc, 4, 1, 64): 10, (drc, 2, 6, 32): 10, (drc, 1, 1, 16): 200, (ff, 8, 2, 32): 10, (ff, 4, 1, 64): 10}
     for (script, *shape), iterations in shapes.items():
         agent = script.Agent(*shape)
         rollout, training = recorded_convolutions(agent, 1) * T, recorded_convolutions(agent, T)
-        loops, environments, convolutions = [], [], []
+        loops, environments, convolutions, pass_seconds = [], [], [], []
         for _ in range(2):
+            pass_seconds.append(time_convolutions(yardstick, True) / 20)
             seconds, environment = loop_seconds(script, shape, iterations)
             loops.append(seconds)
             environments.append(environment)
@@ -95,16 +102,15 @@ if __name__ == "__main__":
             repeats = 2 if shape[2] > 16 else 10
             alone = [time_convolutions(rollout, False) + time_convolutions(training, True) for _ in range(repeats)]
             convolutions.append(statistics.median(alone))
-            yardstick = [((N, 160, 10, 10), (256, 160, 3, 3), 1)] * 20
             pass_seconds.append(time_convolutions(yardstick, True) / 20)
         shares = [c / s for c, s in zip(convolutions, loops)]
         rates[script, *shape] = N * T / statistics.median(loops)
+        bare = N / (4 * statistics.median(pass_seconds))
         print(
             f"{script.__name__} (L, E, d) = {tuple(shape)}: {rates[script, *shape]:,.0f} training steps/s, "
             f"convolutions' share {statistics.median(shares):.2f} ({', '.join(f'{x:.2f}' for x in shares)}), "
-            f"environment {statistics.median(environments):.1%} of the loop",
+            f"environment {statistics.median(environments):.1%} of the loop, yardstick {bare:,.0f} bare steps/s",
             flush=True,
         )
-    bare = N / (4 * statistics.median(pass_seconds))
-    print(f"yardstick: {bare:,.0f} bare steps/s (4 forward-backward passes of a 3x3 convolution 160 -> 256 a step)")
+    print("yardstick: 4 bare forward and backward passes of a 3x3 convolution 160 -> 256 a step and environment")
     print(f"recurrent / non-recurrent time at (4, 1, 64): {rates[ff, 4, 1, 64] / rates[drc, 4, 1, 64]:.2f}")
