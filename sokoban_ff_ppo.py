@@ -976,8 +976,9 @@ if __name__ == "__main__":
     if args.resume:
         if checkpoint["finished"] and iteration >= args.num_iterations:
             fail(f"{args.resume} is finished; raise --total-timesteps, or use --evaluate {path}")
-        if checkpoint["levels"]["sha256"] != facts["sha256"]:
-            fail(f"{args.resume} was trained on {checkpoint['levels']}, and the levels available now are {facts}")
+        for was, now in (checkpoint["levels"], facts), (checkpoint["eval_levels"], eval_facts):
+            if was["sha256"] != now["sha256"]:
+                fail(f"{args.resume} has played the levels {was}, and those available now are {now}")
         if checkpoint["optimizer"] is None:
             fail(f"{path} has no optimizer's state: it is a copy of best.pt")
         optimizer.load_state_dict(checkpoint["optimizer"])
@@ -990,7 +991,7 @@ if __name__ == "__main__":
     print(f"EnvPool serves {args.levels} in {len(envs.pools)} pools: first observations checked")
 
     status, commit = subprocess.getstatusoutput(f'git -C "{Path(__file__).parent}" rev-parse HEAD')
-    versions = {m.__name__: m.__version__ for m in (torch, envpool, np)} | {"python": sys.version.split()[0]}
+    versions = {m.__name__: str(m.__version__) for m in (torch, envpool, np)} | {"python": sys.version.split()[0]}
     about = {"args": asdict(args), "levels": facts, "eval_levels": eval_facts, "model": model_facts}
     about |= {"versions": versions, "git_commit": None if status else commit, "machine": machine}
     name = f"L{args.layers}E{args.experts}d{args.width}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
@@ -1016,7 +1017,7 @@ if __name__ == "__main__":
     def save(name, finished=False):
         seconds = elapsed + time.time() - start_time
         state = dict(zip(counters, (iteration, global_step, best, seconds, list(episodes))))
-        state |= {"script": Path(__file__).stem, "args": asdict(args), "levels": facts, "finished": finished}
+        state |= about | {"script": Path(__file__).stem, "finished": finished}
         state |= {"rng": [torch.get_rng_state(), device_rng.get_rng_state()], "device": device.type}
         state["agent"] = agent.state_dict()
         state["optimizer"] = optimizer.state_dict() if name == "last.pt" else None  # the best one is for evaluation

@@ -15,7 +15,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, run_here, run_script
+from conftest import ROOT, needs_compiler, run_here, run_script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import lm_recurrent as lm
@@ -256,6 +256,18 @@ def test_micro_batches_take_the_same_gradient_as_one_batch(tiny, tmp_path):
         assert run_here(*arguments, script="lm_recurrent.py") == 0
     a, b = (losses(only(tmp_path / str(streams)), "losses/grad_norm") for streams in (0, 1))
     assert len(a) == 10 and all(x == pytest.approx(y, rel=1e-3) for x, y in zip(a, b))
+
+
+@needs_compiler
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_compiled_norms_train_as_eager_ones(script, tiny, tmp_path):
+    torch.compiler.reset()
+    for name, flags in (("eager", []), ("compiled", ["--compile"])):
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        assert run_here(*tiny, *flags, "--total-tokens", 96, "--runs-dir", tmp_path / name, script=script) == 0
+        assert (torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs) == (name == "compiled")
+    a, b = (losses(only(tmp_path / name)) for name in ("eager", "compiled"))
+    assert len(a) == 3 and a == [(step, pytest.approx(loss, rel=1e-4)) for step, loss in b]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -202,6 +202,18 @@ def test_a_resume_may_change_the_interval_of_evaluations(tiny, tmp_path):
     assert len(metrics(run_dir, "eval/")["eval/solve_rate"]) == 1 + 5  # one an iteration, the last of all levels
 
 
+@pytest.mark.parametrize("changed", ["levels", "eval-levels"])
+def test_a_resume_on_other_levels_is_refused(tiny, level_files, tmp_path, changed, capsys):
+    path = tmp_path / "levels.npy"
+    path.write_bytes((level_files / ("train.npy" if changed == "levels" else "eval.npy")).read_bytes())
+    run_dir = train(tmp_path, *tiny, f"--{changed}", path, "--total-timesteps", 80)
+    before = (run_dir / "last.pt").read_bytes()
+    np.save(path, drc.generate_levels("easy", 20, seed=103)[0])  # the same name, another content
+    assert run_here("--resume", run_dir, "--total-timesteps", 160) == 2
+    assert "has played the levels" in capsys.readouterr().err
+    assert (run_dir / "last.pt").read_bytes() == before
+
+
 def test_a_resume_restores_model_optimizer_counters_and_random_state(tiny, tmp_path):
     """Resumed at once and stopped before the first update: the next checkpoint equals the last one."""
     run_dir = train(tmp_path, *tiny, "--total-timesteps", 400, "--num-minibatches", 2)
