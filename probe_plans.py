@@ -17,7 +17,9 @@ import csv
 import functools
 import itertools
 import json
+import signal
 import sys
+import tempfile
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +75,8 @@ def fail(message):
 # ======================================================================================================================
 # States
 # ======================================================================================================================
-TABLES = ("episode", "t", "level_id", "action", "solved", "grid", "terminal_grid")
+BOARD = (10, 10, 2)
+TABLES = {"episode": (), "t": (), "level_id": (), "action": (), "solved": (), "grid": BOARD, "terminal_grid": BOARD}
 
 
 def open_array(folder, *name):
@@ -82,30 +85,45 @@ def open_array(folder, *name):
 
 
 def read_states(folder):
-    """-> meta.json's dict, {table: array}, [(network, state), ...] of the saved states; see `open_array`"""
+    """-> meta.json's dict, {table: array}, [(network, state), ...] of the saved states (see `open_array`), labels (see
+    `plan_labels`)"""
     if not folder.is_dir():
         fail(f"{folder} does not exist; make it with --save-states of a Sokoban script")
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        names = [f"{kind}{l}" for kind in meta["kinds"] for l in range(1, meta["args"]["layers"] + 1)]
+        about, layers = [meta["script"], meta["levels"]["name"], meta["levels"]["sha256"]], meta["args"]["layers"]
+        if not all(isinstance(x, str) for x in about) or not all(meta["args"][k] > 0 for k in ("experts", "width")):
+            raise ValueError("meta.json has other contents")
+        states = list(itertools.product(("trained", "untrained"), meta["kinds"], range(1, layers + 1)))
+        shapes = {f"{network}_{kind}{l}": (10, 10, meta["kinds"][kind]) for network, kind, l in states}
+        if (
+            not shapes
+            or min(meta["kinds"].values()) < 1
+            or (folder / f"trained_{states[0][1]}{layers + 1}.npy").exists()
+        ):
+            raise ValueError("meta.json tells of other states")
+        for name, shape in (TABLES | shapes).items():
+            array, rows = open_array(folder, name), meta["episodes" if name == "terminal_grid" else "passes"]
+            if array.shape != (rows, *shape) or array.dtype.kind == "f" and name in TABLES:
+                raise ValueError(f"{name}: {array.dtype} {array.shape}, meta.json says {(rows, *shape)}")
+            if name in shapes and array.dtype != np.float16:
+                raise ValueError(f"{name} is {array.dtype}, not float16")
         tables = {name: np.array(open_array(folder, name)) for name in TABLES}
-        states = [(network, state) for network in ("trained", "untrained") for state in names]
-        arrays = tables | {"_".join(pair): open_array(folder, *pair) for pair in states}
-        episode, t, levels = tables["episode"], tables["t"], len(np.unique(tables["level_id"]))
+        episode, t, level_id = tables["episode"], tables["t"], tables["level_id"]
         ordered = t + meta["thinking_steps"] == np.arange(len(t)) - np.searchsorted(episode, episode)
+        if not ordered.all() or (np.unique(episode) != np.arange(meta["episodes"])).any():
+            raise ValueError("the rows are not whole episodes in order")
+        levels = level_id[t == 0]
+        if len(np.unique(levels)) < 2:
+            fail(f"{folder} has one level only; the probes are tested on levels that they were not trained on")
+        if len(np.unique(levels)) < len(levels) or (level_id != levels[episode]).any():
+            raise ValueError("the episodes are not on different levels")
+        labels = plan_labels(*(tables[k] for k in ("grid", "terminal_grid", "action", "episode")))
     except Exception as e:  # a damaged file raises many kinds
         fail(f"{folder} is damaged or no folder of --save-states ({type(e).__name__}: {e}); save the states again")
-    for name, array in arrays.items():
-        rows = meta["episodes"] if name == "terminal_grid" else meta["passes"]
-        if len(array) != rows:
-            fail(f"{folder}: {name} has {len(array)} rows, meta.json says {rows}; save the states again")
-    if not ordered.all() or (np.unique(episode) != np.arange(meta["episodes"])).any():
-        fail(f"{folder}: the rows are not whole episodes in order; save the states again")
-    if levels < 2:
-        fail(f"{folder} has one level only; the probes are tested on levels that they were not trained on")
     if meta["episodes"] < 20:
         fail(f"{folder} has {meta['episodes']} episodes; at least 20 are needed (--state-episodes)")
-    return meta, tables, states
+    return meta, tables, [(network, f"{kind}{l}") for network, kind, l in states], labels
 
 
 def split_levels(level_id, test_share, seed):
@@ -129,6 +147,7 @@ def plan_labels(grid, terminal_grid, action, episode):
     grid (rows, 10, 10, 2), action and episode (rows,), the rows of an episode in order; terminal_grid (episodes, 10,
     10, 2) -> (3, rows, 100) int8: class of the move by which the agent next steps onto the square, by which it next
     leaves it, and by which a box is next pushed off it. The row's own action counts, a blocked move does not.
+    ValueError where the agent moves otherwise than the action says.
     """
     movable, length = grid[..., 0].reshape(-1, 100), np.bincount(episode)
     start, ends = length.cumsum() - length, length.cumsum() - 1
@@ -136,6 +155,8 @@ def plan_labels(grid, terminal_grid, action, episode):
     after = np.roll(player, -1)
     after[ends] = (terminal_grid[..., 0].reshape(-1, 100) == 3).argmax(1)
     moved = after != player
+    if (after - player != np.array([-10, 1, 10, -1])[action])[moved].any():
+        raise ValueError("the boards do not follow from the actions")
     pushed = moved & (movable[np.arange(len(grid)), after] == 4)  # the box stood where the agent stands now
     labels = np.empty((3, *movable.shape), np.int8)
     following = np.full((3, len(length), 100), NEVER, np.int8)
@@ -160,7 +181,10 @@ def patches(board, index, side):
     """board (rows, 10, 10, C), index (n,) of squares -> (n, side * side * C): a square and its neighbours."""
     row, y, x = index // 64, index % 64 // 8 + 1, index % 8 + 1
     near = range(-(side // 2), side // 2 + 1)
-    return np.concatenate([board[row, y + i, x + j] for i in near for j in near], 1).astype(np.float32)
+    seen = np.concatenate([board[row, y + i, x + j] for i in near for j in near], 1).astype(np.float32)
+    if not np.isfinite(seen).all():
+        fail(f"{getattr(board, 'filename', 'a state')} holds numbers that are not finite; save the states again")
+    return seen
 
 
 def one_hot(grid, index, side):
@@ -286,50 +310,59 @@ if __name__ == "__main__":
         fail("wanted: a folder or more, a side or more, --max-rows of at least 100, --bootstrap of 1, --seed of 0")
     if not 0 < args.test_share < 1:
         fail(f"--test-share must be between 0 and 1, not {args.test_share}")
+    if len({folder.resolve() for folder in args.folders}) < len(args.folders):
+        fail("a folder is named twice")
     runs = [read_states(folder) for folder in args.folders]
-    if len({meta["levels"]["sha256"] for meta, _, _ in runs}) > 1:
-        sets = "".join(f"\n  {folder}: {meta['levels']}" for folder, (meta, _, _) in zip(args.folders, runs))
+    if len({meta["levels"]["sha256"] for meta, *_ in runs}) > 1:
+        sets = "".join(f"\n  {folder}: {meta['levels']}" for folder, (meta, *_) in zip(args.folders, runs))
         fail(f"the folders hold different levels; save them with the same --eval-levels and --state-episodes{sets}")
     try:
         args.output.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=args.output).close()
     except OSError as e:
         fail(f"--output {args.output} cannot be written to ({e})")
     names = [str(folder) for folder in args.folders]
-    narrow = min(n for meta, _, _ in runs for n in meta["kinds"].values())
+    narrow = min(n for meta, *_ in runs for n in meta["kinds"].values())
     # the episodes of all agents are on the same levels in the same order: one split, and the same draws for all
     test = split_levels(runs[0][1]["level_id"], args.test_share, args.seed)
     test_episodes = np.unique(runs[0][1]["episode"][test])
-    lengths = [np.bincount(tables["episode"][tables["t"] >= 0])[test_episodes] for _, tables, _ in runs]
+    lengths = [np.bincount(tables["episode"][tables["t"] >= 0])[test_episodes] for _, tables, *_ in runs]
     shortest, n = np.min(lengths, 0), len(test_episodes)
     cohort = int(np.median(shortest)) if args.cohort is None else args.cohort
     if not 1 <= cohort <= shortest.max():
         fail(f"--cohort must be from 1 to {shortest.max()}, the longest that every agent plays on a test level")
     draws = np.random.default_rng(args.seed).multinomial(n, np.ones(n) / n, args.bootstrap)
 
+    samples = []
+    for name, (meta, tables, _, labels100) in zip(names, runs):
+        labels = labels100.reshape(3, -1, 10, 10)[:, :, 1:9, 1:9].reshape(3, -1)
+        test = split_levels(tables["level_id"], args.test_share, args.seed)
+        train_rows, test_rows = np.flatnonzero(~test & (tables["t"] >= 0)), np.flatnonzero(test)
+        assert not np.isin(*(tables["level_id"][rows] for rows in (train_rows, test_rows))).any(), "shared levels"
+        rng, everything = np.random.default_rng(args.seed), squares(train_rows)
+        index = np.sort(rng.choice(everything, min(args.max_rows, len(everything)), replace=False))
+        places = {"test square; save more episodes": squares(test_rows[tables["t"][test_rows] >= 0])}
+        places |= {
+            "training square; save more episodes": everything,
+            "square drawn for training; raise --max-rows": index,
+        }
+        for (where, place), (concept, classes) in itertools.product(places.items(), zip(CONCEPTS, labels)):
+            if missing := [CLASSES[k] for k in range(5) if not (classes[place] == k).any()]:
+                fail(f"{name}: '{missing[0]}' of '{concept}' is on no {where}")
+        samples.append((labels, test_rows, index, rng.permuted(labels[:, index], axis=1)))
+        agent, solved = meta["args"], tables["solved"][tables["t"] == 0].mean()
+        print(f"{name}: {meta['script']} L={agent['layers']} E={agent['experts']} d={agent['width']}, {solved:.1%} of "
+              f"{meta['episodes']} levels ({meta['levels']['name']}) solved; trained on {len(index):,} of "
+              f"{len(everything):,} squares, tested on all squares of {n} other episodes")  # fmt: skip
+
     # ==================================================================================================================
     # Loop
     # ==================================================================================================================
     results, curves, boards = [], [], []
-    for name, folder, (meta, tables, states) in zip(names, args.folders, runs):
-        agent, t, solved = meta["args"], tables["t"], tables["solved"][tables["t"] == 0].mean()
-        labels100 = plan_labels(*(tables[k] for k in ("grid", "terminal_grid", "action", "episode")))
-        labels = labels100.reshape(3, -1, 10, 10)[:, :, 1:9, 1:9].reshape(3, -1)
-        test = split_levels(tables["level_id"], args.test_share, args.seed)
-        train_rows, test_rows = np.flatnonzero(~test & (t >= 0)), np.flatnonzero(test)
-        assert not np.isin(*(tables["level_id"][rows] for rows in (train_rows, test_rows))).any(), "shared levels"
-        step, place = t[test_rows], np.searchsorted(test_episodes, tables["episode"][test_rows])
+    for name, folder, (meta, tables, states, labels100), sample in zip(names, args.folders, runs, samples):
+        agent, t, (labels, test_rows, index, shuffled) = meta["args"], tables["t"], sample
+        y, step, place = labels[:, index], t[test_rows], np.searchsorted(test_episodes, tables["episode"][test_rows])
         acting = step >= 0  # the other rows are thinking steps
-        rng, everything = np.random.default_rng(args.seed), squares(train_rows)
-        index = np.sort(rng.choice(everything, min(args.max_rows, len(everything)), replace=False))
-        y = labels[:, index]
-        for where, present in (("training", y), ("test", labels[:, squares(test_rows[acting])])):
-            for concept, classes in zip(CONCEPTS, present):
-                if missing := [CLASSES[k] for k in range(5) if not (classes == k).any()]:
-                    fail(f"{name}: '{missing[0]}' of '{concept}' is on no {where} square; save more episodes")
-        shuffled = rng.permuted(y, axis=1)
-        print(f"\n{name}: {meta['script']} L={agent['layers']} E={agent['experts']} d={agent['width']}, "
-              f"{solved:.1%} of {meta['episodes']} levels solved ({meta['levels']['name']}); trained on {len(index):,} "
-              f"of {len(everything):,} squares, tested on all squares of {n} other episodes")  # fmt: skip
 
         # {(features, state, side): counts (3, test rows, 25)}
         found, field = {}, min(2 * agent["layers"] + 1, 19)  # the squares that one pass brings together
@@ -350,13 +383,14 @@ if __name__ == "__main__":
                     reduced = confusions(fit(x, y, narrow), read, test_rows, labels) if wide else counts[:3]
                     found["reduced", state, side] = reduced
                 if (state, side) == (f"{shown}{agent['layers']}", args.sides[0]):
-                    shown_counts, opening = counts[:3], np.flatnonzero(test & (t == 0))[:3]
+                    shown_counts, opening = counts[:3], test_rows[step == 0][:3]
                     decoded = np.full((3, len(opening), 10, 10), NEVER)
                     decoded[:, :, 1:9, 1:9] = decode(read(squares(opening)))[:3].reshape(3, -1, 8, 8)
                     boards.append((tables["grid"][opening], decoded.reshape(3, -1, 100), labels100[:, opening]))
 
         # scores and the table
         line = "{:10} {:>17} {:>19} {:>19} {:>10} {:>9} {:>8}"
+        print(f"\n{name}")
         print(line.format("", "probe on", "macro F1", "plan recall", f"F1, {narrow} ch.", "untrained", "shuffled"))
         for c, concept in enumerate(CONCEPTS):
             scored = {key: with_intervals(k[c, acting], place[acting], draws) for key, k in found.items()}
@@ -378,18 +412,13 @@ if __name__ == "__main__":
             passes = step[rows] - step[rows].min()
             curve = recall_curve(shown_counts[c, rows], place[rows], passes, draws, chosen)
             curves += [{"agent": name, "concept": CONCEPTS[c], "episodes": which} | point for point in curve]
-    for records, file in ((results, "results.csv"), (curves, "curves.csv")):
-        with open(args.output / file, "w", newline="") as f:
-            writer = csv.DictWriter(f, records[0])
-            writer.writeheader()
-            writer.writerows(records)
 
     # ==================================================================================================================
     # Pictures
     # ==================================================================================================================
     titles = {"all": "episodes still running", "cohort": f"{lasting.sum()} levels of {cohort} steps or more"}
     titles |= {"thinking": "first observation"} if any(c["episodes"] == "thinking" for c in curves) else {}
-    figure, axes = plt.subplots(len(titles) + 1, 3, figsize=(12, 3 * len(titles) + 3), constrained_layout=True)
+    plan_recall, axes = plt.subplots(len(titles) + 1, 3, figsize=(12, 3 * len(titles) + 3), constrained_layout=True)
     for (row, which), (column, concept), (k, name) in itertools.product(*map(enumerate, (titles, CONCEPTS, names))):
         points = [c for c in curves if (c["agent"], c["concept"], c["episodes"]) == (name, concept, which)]
         x, running, recall, low, high = ([c[key] for c in points] for key in ("step", "n", "recall", "low", "high"))
@@ -401,9 +430,8 @@ if __name__ == "__main__":
             axes[-1, column].plot(x, running, f"C{k}", label=name)
             axes[-1, column].set(xlabel=label, ylabel="episodes still running, n(t)")
     axes[0, 0].legend(fontsize="small")
-    figure.savefig(args.output / "plan_recall.png", dpi=110)
 
-    figure, axes = plt.subplots(len(names), 3, figsize=(12, 3.2 * len(names)), constrained_layout=True, squeeze=False)
+    bars, axes = plt.subplots(len(names), 3, figsize=(12, 3.2 * len(names)), constrained_layout=True, squeeze=False)
     for (row, name), (column, concept) in itertools.product(enumerate(names), enumerate(CONCEPTS)):
         axis, by_features = axes[row, column], defaultdict(list)
         for r in results:
@@ -419,11 +447,10 @@ if __name__ == "__main__":
             axis.axhline(y, color="k", linewidth=0.8, linestyle=style, label=f"observation {what.strip()}")
         axis.set(title=f"{name}: {concept}", ylim=(0, 1), ylabel="macro F1")
     legend = {label: handle for axis in axes[:, 0] for handle, label in zip(*axis.get_legend_handles_labels())}
-    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=8, fontsize="small")
-    figure.savefig(args.output / "probes.png", dpi=110)
+    bars.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=8, fontsize="small")
 
     size, rows = (5.2 * len(names), 2.8 * len(opening)), range(len(opening))
-    figure, axes = plt.subplots(len(rows), 2 * len(names), figsize=size, constrained_layout=True, squeeze=False)
+    pictures, axes = plt.subplots(len(rows), 2 * len(names), figsize=size, constrained_layout=True, squeeze=False)
     for (k, name), row in itertools.product(enumerate(names), rows):
         grid, decoded, taken = boards[k]
         draw_board(axes[row, 2 * k], grid[row], decoded[:, row], f"{name}: decoded, t = 0")
@@ -432,5 +459,19 @@ if __name__ == "__main__":
         texts = [text_board(grid[0], arrows[c, 0]) for c in (0, 2) for arrows in (decoded, taken)]
         print(f"\n{name}, t = 0: agent onto, decoded and taken; box off, decoded and taken")
         print("\n".join("   ".join(lines) for lines in zip(*texts)))
-    figure.savefig(args.output / "board.png", dpi=110)
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing half-written stays
+    try:
+        with tempfile.TemporaryDirectory(dir=args.output) as new:
+            for records, file in ((results, "results.csv"), (curves, "curves.csv")):
+                with open(f"{new}/{file}", "w", newline="") as f:
+                    writer = csv.DictWriter(f, records[0])
+                    writer.writeheader()
+                    writer.writerows(records)
+            for figure, file in ((plan_recall, "plan_recall.png"), (bars, "probes.png"), (pictures, "board.png")):
+                figure.savefig(f"{new}/{file}", dpi=110)
+            for file in Path(new).iterdir():
+                file.replace(args.output / file.name)
+    except OSError as e:
+        fail(f"--output {args.output} cannot be written to ({e})")
     print(f"wrote results.csv, curves.csv, plan_recall.png, probes.png and board.png to {args.output}")

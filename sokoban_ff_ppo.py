@@ -764,7 +764,7 @@ def save_states(folder, networks, levels, result, thinking_steps, meta):
     kinds |= {"s": agent.width} if agent.experts > 1 or not kinds else {}
     parts = list(itertools.product(networks, kinds, range(len(agent.cells))))
     size = sum(200 * len(t) * kinds[kind] for _, kind, _ in parts) + sum(a.nbytes for a in tables.values())
-    tmp = Path(f"{Path(folder)}.tmp")  # without a slash at its end
+    tmp = Path(f"{Path(folder)}.half-written")  # a name that nobody else gives; Path drops a slash at the end
     try:
         shutil.rmtree(tmp, ignore_errors=True)  # of a start that was killed
         tmp.mkdir(parents=True)
@@ -774,6 +774,9 @@ def save_states(folder, networks, levels, result, thinking_steps, meta):
             fail(f"{folder} needs twice that to be free; lower --state-episodes, or name a folder on another disk")
         new = functools.partial(np.lib.format.open_memmap, mode="w+", dtype=np.float16)
         files = {(n, k, l): new(tmp / f"{n}_{k}{l + 1}.npy", shape=(len(t), 10, 10, kinds[k])) for n, k, l in parts}
+        for file in tmp.iterdir() if hasattr(os, "posix_fallocate") else ():  # a map on a full disk ends in SIGBUS
+            with open(file, "r+b") as f:
+                os.posix_fallocate(f.fileno(), 0, file.stat().st_size)
         for cell in (cell for network in networks.values() for cell in network.cells):
             cell.register_forward_hook(lambda cell, inputs, output: passed.append(output))
         for batch in np.split(np.arange(len(levels)), range(100, len(levels), 100)):
@@ -959,7 +962,7 @@ if __name__ == "__main__":
         summarise(result)
         if args.save_states is not None:
             meta = {"script": Path(__file__).stem, "args": checkpoint["args"], "step": global_step}
-            meta |= {"eval_sample": args.eval_sample, "seed": args.seed, "levels": eval_facts}
+            meta |= {"eval_sample": args.eval_sample, "seed": args.seed, "amp": args.amp, "levels": eval_facts}
             meta["checkpoint_sha256"] = hashlib.sha256(Path(args.evaluate).read_bytes()).hexdigest()
             meta["levels"] |= {"count": len(eval_levels), "sha256": hashlib.sha256(eval_levels).hexdigest()[:16]}
             fresh = Agent(*(getattr(args, name) for name in MODEL_ARGS)).to(device)

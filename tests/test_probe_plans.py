@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 import shutil
 import time
@@ -103,12 +104,12 @@ def test_labels_equal_a_search_ahead(saved):
 
 def test_labels_of_a_thousand_episodes_take_less_than_a_second(saved):
     tables = {name: np.load(saved / f"{name}.npy") for name in probes.TABLES}
-    length = 60
-    start = np.flatnonzero(np.bincount(tables["episode"]) >= 10)
-    rows = np.concatenate([np.resize(np.flatnonzero(tables["episode"] == e), length) for e in np.resize(start, 1000)])
-    grid, action = tables["grid"][rows], tables["action"][rows].clip(0)
+    chosen = np.resize(np.flatnonzero(np.bincount(tables["episode"]) >= 10), 1000)
+    parts = [np.flatnonzero(tables["episode"] == e) for e in chosen]
+    rows, episode = np.concatenate(parts), np.arange(1000).repeat([len(part) for part in parts])
+    assert len(rows) > 20_000
     clock = time.process_time()
-    probes.plan_labels(grid, grid[length - 1 :: length], action, np.arange(1000).repeat(length))
+    probes.plan_labels(tables["grid"][rows], tables["terminal_grid"][chosen], tables["action"][rows], episode)
     assert time.process_time() - clock < 1
 
 
@@ -212,7 +213,7 @@ def test_states_from_the_command_line(trained, level_files, tmp_path, capsys):
     assert [f.name for f in tmp_path.iterdir()] in (["mixed.npy", "states"], ["states", "mixed.npy"])
 
 
-@pytest.mark.parametrize("fault", ["small disk", "full disk", "interrupt", "no folder"])
+@pytest.mark.parametrize("fault", ["small disk", "no room for the arrays", "full disk", "interrupt", "no folder"])
 def test_nothing_half_written_is_left(fault, trained, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "states"
 
@@ -226,7 +227,7 @@ def test_nothing_half_written_is_left(fault, trained, tmp_path, monkeypatch, cap
         (tmp_path / "file").write_text("")
         folder = tmp_path / "file" / "states"
     else:
-        monkeypatch.setattr(np, "save", stop)
+        monkeypatch.setattr(*((os, "posix_fallocate") if fault == "no room for the arrays" else (np, "save")), stop)
     command = ["--evaluate", trained, "--save-states", folder, "--state-episodes", 5]
     if fault == "interrupt":
         with pytest.raises(KeyboardInterrupt):
@@ -317,7 +318,7 @@ def probe(*arguments, pictures=False):
     with pytest.MonkeyPatch.context() as patch:
         if not pictures:  # they take most of the time; one test looks at them
             patch.setattr(Figure, "savefig", lambda *args, **kwargs: None)
-        return run_here(*arguments, "--max-rows", 3000, "--bootstrap", 50, script="probe_plans.py")
+        return run_here("--max-rows", 3000, "--bootstrap", 50, *arguments, script="probe_plans.py")
 
 
 def table(folder):
@@ -339,6 +340,7 @@ def planted(saved, tmp_path_factory):
         if name == "trained_c1":
             states[..., :15] += 6 * (labels[..., None] == np.arange(5)).transpose(1, 2, 0, 3).reshape(-1, 100, 15)
         np.save(folder / f"{name}.npy", states.reshape(-1, 10, 10, 16).astype(np.float16))
+    change_meta(kinds={"h": 16, "c": 16})(folder)
     return folder
 
 
@@ -420,15 +422,51 @@ def resave(name, change):
     return write
 
 
+def change_meta(**changes):
+    def write(folder):
+        meta = json.loads((folder / "meta.json").read_text())
+        (folder / "meta.json").write_text(json.dumps(meta | changes))
+
+    return write
+
+
+def stand_still(folder):
+    """As if no action ever had an effect: nothing is planned."""
+    grid, episode = (np.load(folder / f"{name}.npy") for name in ("grid", "episode"))
+    opening = np.searchsorted(episode, np.arange(episode[-1] + 1))
+    np.save(folder / "grid.npy", grid[opening[episode]])
+    np.save(folder / "terminal_grid.npy", grid[opening])
+
+
+def not_finite(states):
+    states[:, 4, 4, 0] = np.nan
+    return states
+
+
 @pytest.mark.parametrize("spoil, message", [
     (lambda folder: (folder / "meta.json").unlink(), "no folder of --save-states"),
     (lambda folder: (folder / "meta.json").write_text("{}"), "damaged"),
+    (lambda folder: (folder / "meta.json").write_text("[]"), "damaged"),
+    (change_meta(levels={"sha256": 1, "name": "easy"}), "meta.json has other contents"),
+    (change_meta(kinds={}), "meta.json tells of other states"),
+    (change_meta(kinds={"h": 0, "c": 0}), "meta.json tells of other states"),
+    (change_meta(kinds={"h": 5, "c": 5}), "meta.json says"),
+    (change_meta(args={"layers": 0, "experts": 1, "width": 16}), "meta.json tells of other states"),
     (lambda folder: (folder / "untrained_h1.npy").unlink(), "untrained_h1.npy"),
+    (lambda folder: shutil.copy(folder / "trained_h1.npy", folder / "trained_h2.npy"), "tells of other states"),
     (truncate, "damaged"),
-    (resave("trained_h1", lambda a: a[:-3]), "trained_h1 has"),
+    (resave("trained_h1", lambda a: a[:-3]), "trained_h1: float16"),
+    (resave("trained_h1", lambda a: a[:, 1:]), "trained_h1: float16"),
+    (resave("trained_h1", lambda a: a.astype(float)), "trained_h1 is float64, not float16"),
+    (resave("trained_h1", not_finite), "trained_h1.npy holds numbers that are not finite"),
+    (resave("untrained_c1", not_finite), "untrained_c1.npy holds numbers that are not finite"),
     (resave("episode", lambda a: a[::-1]), "not whole episodes in order"),
+    (resave("episode", lambda a: a.astype(float)), "episode: float64"),
     (resave("level_id", lambda a: a * 0), "one level only"),
-    (resave("action", lambda a: np.where(a == 0, 1, a)), "'up' of 'agent onto' is on no training square"),
+    (resave("level_id", lambda a: np.arange(len(a)).astype(a.dtype)), "not on different levels"),
+    (resave("action", lambda a: np.where(a == 0, 1, a)), "the boards do not follow from the actions"),
+    (resave("terminal_grid", lambda a: np.roll(a, 1, 0)), "the boards do not follow from the actions"),
+    (stand_still, "'up' of 'agent onto' is on no test square; save more episodes"),
     (resave("action", lambda a: a.astype(object)), "damaged"),
 ])  # fmt: skip
 def test_damaged_folders(spoil, message, saved, tmp_path, capsys):
@@ -439,6 +477,13 @@ def test_damaged_folders(spoil, message, saved, tmp_path, capsys):
     assert message in capsys.readouterr().err and not list(tmp_path.glob("out/*"))
 
 
+def test_results_that_cannot_be_written_leave_the_earlier_ones(saved, tmp_path, monkeypatch, capsys):
+    (tmp_path / "results.csv").write_text("earlier")
+    monkeypatch.setattr(probes.csv.DictWriter, "writerows", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full")))
+    assert probe(saved, "--output", tmp_path) == 2 and "cannot be written to" in capsys.readouterr().err
+    assert (tmp_path / "results.csv").read_text() == "earlier"
+
+
 def test_too_few_episodes_other_levels_and_bad_flags(saved, tmp_path, capsys):
     agent = make_agent(1, 1)
     save(tmp_path / "few", agent, 19)
@@ -447,6 +492,8 @@ def test_too_few_episodes_other_levels_and_bad_flags(saved, tmp_path, capsys):
         ([tmp_path / "few"], "has 19 episodes; at least 20"),
         ([saved, tmp_path / "other"], "different levels"),
         ([tmp_path / "nothing"], "does not exist"),
+        ([saved, saved.parent / "." / saved.name], "a folder is named twice"),
+        ([saved, "--max-rows", 100, "--seed", 3], "drawn for training; raise --max-rows"),
         ([saved, "--cohort", 121], "--cohort must be from 1 to"),
         ([saved, "--seed", -1], "--seed of 0"),
         ([saved, "--test-share", 1], "--test-share must be"),
