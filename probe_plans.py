@@ -96,18 +96,12 @@ def read_states(folder):
             raise ValueError("meta.json has other contents")
         states = list(itertools.product(("trained", "untrained"), meta["kinds"], range(1, layers + 1)))
         shapes = {f"{network}_{kind}{l}": (10, 10, meta["kinds"][kind]) for network, kind, l in states}
-        if (
-            not shapes
-            or min(meta["kinds"].values()) < 1
-            or (folder / f"trained_{states[0][1]}{layers + 1}.npy").exists()
-        ):
+        if not shapes or min(meta["kinds"].values()) < 1 or len(shapes) < len([*folder.glob("*trained_*")]):
             raise ValueError("meta.json tells of other states")
         for name, shape in (TABLES | shapes).items():
             array, rows = open_array(folder, name), meta["episodes" if name == "terminal_grid" else "passes"]
-            if array.shape != (rows, *shape) or array.dtype.kind == "f" and name in TABLES:
-                raise ValueError(f"{name}: {array.dtype} {array.shape}, meta.json says {(rows, *shape)}")
-            if name in shapes and array.dtype != np.float16:
-                raise ValueError(f"{name} is {array.dtype}, not float16")
+            if array.shape != (rows, *shape) or (array.dtype == np.float16) != (name in shapes):  # states are float16
+                raise ValueError(f"{name} is {array.dtype} {array.shape}, meta.json says {(rows, *shape)}")
         tables = {name: np.array(open_array(folder, name)) for name in TABLES}
         episode, t, level_id = tables["episode"], tables["t"], tables["level_id"]
         ordered = t + meta["thinking_steps"] == np.arange(len(t)) - np.searchsorted(episode, episode)
@@ -341,14 +335,12 @@ if __name__ == "__main__":
         assert not np.isin(*(tables["level_id"][rows] for rows in (train_rows, test_rows))).any(), "shared levels"
         rng, everything = np.random.default_rng(args.seed), squares(train_rows)
         index = np.sort(rng.choice(everything, min(args.max_rows, len(everything)), replace=False))
-        places = {"test square; save more episodes": squares(test_rows[tables["t"][test_rows] >= 0])}
-        places |= {
-            "training square; save more episodes": everything,
-            "square drawn for training; raise --max-rows": index,
-        }
-        for (where, place), (concept, classes) in itertools.product(places.items(), zip(CONCEPTS, labels)):
-            if missing := [CLASSES[k] for k in range(5) if not (classes[place] == k).any()]:
-                fail(f"{name}: '{missing[0]}' of '{concept}' is on no {where}")
+        places = squares(test_rows[tables["t"][test_rows] >= 0]), everything, index
+        for place, c, k in itertools.product(range(3), range(3), range(5)):
+            if not (labels[c, places[place]] == k).any():
+                where = ("test square; save more episodes", "training square; save more episodes",
+                         "square drawn for training; raise --max-rows")[place]  # fmt: skip
+                fail(f"{name}: '{CLASSES[k]}' of '{CONCEPTS[c]}' is on no {where}")
         samples.append((labels, test_rows, index, rng.permuted(labels[:, index], axis=1)))
         agent, solved = meta["args"], tables["solved"][tables["t"] == 0].mean()
         print(f"{name}: {meta['script']} L={agent['layers']} E={agent['experts']} d={agent['width']}, {solved:.1%} of "
