@@ -410,18 +410,21 @@ if __name__ == "__main__":
     # ==================================================================================================================
     titles = {"all": "episodes still running", "cohort": f"{lasting.sum()} levels of {cohort} steps or more"}
     titles |= {"thinking": "first observation"} if any(c["episodes"] == "thinking" for c in curves) else {}
-    plan_recall, axes = plt.subplots(len(titles) + 1, 3, figsize=(12, 3 * len(titles) + 3), constrained_layout=True)
+    size = (12, 3 * len(titles) + 3)
+    plan_recall, axes = plt.subplots(len(titles) + 1, 3, figsize=size, constrained_layout=True, sharey="row")
     for (row, which), (column, concept), (k, name) in itertools.product(*map(enumerate, (titles, CONCEPTS, names))):
         points = [c for c in curves if (c["agent"], c["concept"], c["episodes"]) == (name, concept, which)]
         x, running, recall, low, high = ([c[key] for c in points] for key in ("step", "n", "recall", "low", "high"))
         axis, label = axes[row, column], "thinking step" if which == "thinking" else "environment step t"
         axis.plot(x, recall, f"C{k}.-", label=name)
         axis.fill_between(x, low, high, color=f"C{k}", alpha=0.2, linewidth=0)
-        axis.set(title=f"{concept}: {titles[which]}", ylim=(0, 1), xlabel=label, ylabel="plan recall")
+        axis.set(title=f"{concept}: {titles[which]}", xlabel=label, ylabel="plan recall")
         if which == "all":
             axes[-1, column].plot(x, running, f"C{k}", label=name)
             axes[-1, column].set(xlabel=label, ylabel="episodes still running, n(t)")
     axes[0, 0].legend(fontsize="small")
+    for axis in axes[:-1, 0]:
+        axis.set_ylim(bottom=0)
 
     bars, axes = plt.subplots(len(names), 3, figsize=(12, 3.2 * len(names)), constrained_layout=True, squeeze=False)
     for (row, name), (column, concept) in itertools.product(enumerate(names), enumerate(CONCEPTS)):
