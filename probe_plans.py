@@ -59,7 +59,7 @@ class Args:
     bootstrap: int = 1000
     """resamples of the test episodes for the 95 % intervals"""
     curve_state: Literal["s", "c"] = "s"
-    """state of the last layer for curves and boards: s, what the readout sees, as wide in every agent, or c"""
+    """state of the last layer for curves and boards: s, what the readout sees (d channels), or c, where saved"""
     cohort: Optional[int] = None
     """the fixed cohort: test levels on which every agent plays at least so many steps; None: the median"""
     text: bool = False
