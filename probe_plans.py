@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Optional
 
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 from scipy.sparse import csr_matrix, issparse
@@ -34,9 +34,6 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from tqdm import tqdm
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
 
 
 # ======================================================================================================================
@@ -49,17 +46,17 @@ class Args:
     output: Path = Path("probes")
     """folder for results.csv, curves.csv, plan_recall.png, probes.png and board.png"""
     seed: int = 1
-    """seed of the split, the sampled squares, the shuffled labels and the bootstrap"""
+    """seed of the split, the drawn squares, the shuffled labels and the bootstrap"""
     sides: tuple[Literal[1, 3], ...] = (1,)
     """a probe sees one square (1) or its 3x3 neighbourhood (3); `1 3` trains both"""
     test_share: float = 0.25
     """share of the levels that is held out"""
     max_rows: int = 40_000
-    """training squares a probe sees at most, drawn at random; all squares of the test levels are scored"""
+    """squares that a probe is trained on, drawn at random, every episode as often; all of the test levels are scored"""
     bootstrap: int = 1000
     """resamples of the test episodes for the 95 % intervals"""
     curve_state: Literal["s", "c"] = "s"
-    """state of the last layer for curves and boards: s, what the readout sees (d channels), or c, where saved"""
+    """state of the last layer for curves and boards: s, what the readout sees, or c, where saved"""
     cohort: Optional[int] = None
     """the fixed cohort: test levels on which every agent plays at least so many steps; None: the median"""
     text: bool = False
@@ -94,8 +91,9 @@ def read_states(folder):
         about, layers = [meta["script"], meta["levels"]["name"], meta["levels"]["sha256"]], meta["args"]["layers"]
         if not all(isinstance(x, str) for x in about) or not all(meta["args"][k] > 0 for k in ("experts", "width")):
             raise ValueError("meta.json has other contents")
-        states = list(itertools.product(("trained", "untrained"), meta["kinds"], range(1, layers + 1)))
-        shapes = {f"{network}_{kind}{l}": (10, 10, meta["kinds"][kind]) for network, kind, l in states}
+        states = [f"{kind}{l}" for kind in meta["kinds"] for l in range(1, layers + 1)]
+        states = [*itertools.product(("trained", "untrained"), states)]
+        shapes = {f"{network}_{state}": (10, 10, meta["kinds"][state[0]]) for network, state in states}
         if not shapes or min(meta["kinds"].values()) < 1 or len(shapes) < len([*folder.glob("*trained_*")]):
             raise ValueError("meta.json tells of other states")
         for name, shape in (TABLES | shapes).items():
@@ -117,7 +115,7 @@ def read_states(folder):
         fail(f"{folder} is damaged or no folder of --save-states ({type(e).__name__}: {e}); save the states again")
     if meta["episodes"] < 20:
         fail(f"{folder} has {meta['episodes']} episodes; at least 20 are needed (--state-episodes)")
-    return meta, tables, [(network, f"{kind}{l}") for network, kind, l in states], labels
+    return meta, tables, states, labels
 
 
 def split_levels(level_id, test_share, seed):
@@ -171,6 +169,13 @@ def squares(rows):
     return (rows[:, None] * 64 + np.arange(64)).ravel()
 
 
+def draw_squares(rows, episode, count, rng):
+    """rows and their episode (rows,) -> (count,) sorted squares, drawn with replacement, from every episode as often:
+    most rows belong to the few episodes in which the agent is stuck until the time limit."""
+    share = 1 / np.bincount(episode)[episode]
+    return np.sort(64 * rng.choice(rows, count, p=share / share.sum()) + rng.integers(64, size=count))
+
+
 def patches(board, index, side):
     """board (rows, 10, 10, C), index (n,) of squares -> (n, side * side * C): a square and its neighbours."""
     row, y, x = index // 64, index % 64 // 8 + 1, index % 8 + 1
@@ -198,8 +203,8 @@ def fit(x, labels, components=None):
     -> a function from features (m, F) to classes (k, m)
     """
     # sparse features keep their mean, which the intercept takes up: the same probe
-    steps = [StandardScaler(with_mean=not issparse(x))] + ([PCA(components, random_state=0)] if components else [])
-    prepare = make_pipeline(*steps)
+    reduce = PCA(components, random_state=0) if components else "passthrough"
+    prepare = make_pipeline(StandardScaler(with_mean=not issparse(x)), reduce)
     z = prepare.fit_transform(x)
     probes = [LogisticRegression(max_iter=300).fit(z, y) for y in labels]
 
@@ -228,46 +233,57 @@ def confusions(decode, read, rows, labels):
 MAIN, ENDS = ("macro_f1", "plan_recall"), ("", "_low", "_high")  # the limits of the interval
 
 
+def ratio(part, whole, otherwise):
+    return np.where(whole > 0, part / np.where(whole > 0, whole, 1), otherwise)
+
+
 def scores(counts):
     """counts (..., 25) -> dict of precision, recall, f1 (..., 5), macro_f1 and plan_recall (...).
 
-    Plan recall: share of the squares with another label than never that are predicted exactly.
+    Plan recall: share of the squares with another label than never that are predicted exactly; NaN without any.
     """
     counts = counts.reshape(*counts.shape[:-1], 5, 5)
     hits, true, predicted = np.diagonal(counts, axis1=-2, axis2=-1), counts.sum(-1), counts.sum(-2)
-    f1 = 2 * hits / np.maximum(true + predicted, 1)
-    result = {"precision": hits / np.maximum(predicted, 1), "recall": hits / np.maximum(true, 1), "f1": f1}
-    result["plan_recall"] = hits[..., :NEVER].sum(-1) / np.maximum(true[..., :NEVER].sum(-1), 1)
-    return result | {"macro_f1": f1.mean(-1)}
+    f1 = ratio(2 * hits, true + predicted, 0)
+    result = {"precision": ratio(hits, predicted, 0), "recall": ratio(hits, true, 0), "f1": f1}
+    plan_recall = ratio(hits[..., :NEVER].sum(-1), true[..., :NEVER].sum(-1), np.nan)
+    return result | {"macro_f1": f1.mean(-1), "plan_recall": plan_recall}
+
+
+def interval(name, value, resampled):
+    """-> record of the value and both limits of its 95 % bootstrap interval; resampled (resamples,), NaN left out."""
+    resampled = resampled[np.isfinite(resampled)]
+    limits = np.percentile(resampled, [2.5, 97.5]) if len(resampled) else (np.nan, np.nan)
+    return dict(zip((name + end for end in ENDS), (value, *limits)))
 
 
 def with_intervals(counts, episode, draws):
-    """counts (rows, 25), episode (rows,), draws (resamples, episodes) -> record of all scores; the two main ones with
-    a 95 % bootstrap interval, for which whole episodes are drawn, since the squares of one depend on each other."""
+    """counts (rows, 25), episode (rows,), draws (resamples, episodes) -> record of all scores, the two main ones with
+    an interval. Every episode counts alike, however long; whole ones are drawn, since their squares are not
+    independent."""
     per_episode = np.zeros((draws.shape[1], 25))
     np.add.at(per_episode, episode, counts)
-    result, resampled, record = scores(per_episode.sum(0)), scores(draws @ per_episode), {}
-    for name in MAIN:
-        low, high = np.percentile(resampled[name], [2.5, 97.5])
-        record |= {name: result[name], f"{name}_low": low, f"{name}_high": high}
+    per_episode /= per_episode.sum(1, keepdims=True)
+    result, resampled = scores(per_episode.sum(0)), scores(draws @ per_episode)
+    record = {k: v for name in MAIN for k, v in interval(name, result[name], resampled[name]).items()}
     return record | {f"{m}_{c}": v for m in ("precision", "recall", "f1") for c, v in zip(CLASSES, result[m])}
 
 
 def recall_curve(counts, episode, step, draws, chosen):
     """Plan recall against the step, pooled over the `chosen` (episodes,) bool.
 
-    counts (rows, 25), episode and step (rows,), draws (resamples, episodes) -> list of records with the number n of
-    episodes that run at the step. Left out: steps at which nothing is planned, or fewer than 10 episodes or a tenth of
-    them run: those are the ones in which the agent is stuck.
+    counts (rows, 25), episode and step (rows,), draws (resamples, episodes) -> number of episodes that run at each
+    step (steps,), number of squares with a plan (steps,), recall (1 + resamples, steps), first that of the episodes
+    themselves. NaN: steps at which nothing is planned, or fewer than 10 episodes or a tenth of them run, which are
+    those in which the agent is stuck.
     """
     hits, planned, running = np.zeros((3, draws.shape[1], step.max() + 1))
     hits[episode, step], planned[episode, step] = counts[:, [0, 6, 12, 18]].sum(1), counts[:, :20].sum(1)
     running[episode, step] = 1
-    weights = np.vstack([np.ones(draws.shape[1]), draws]) * chosen
-    recall, n = (weights @ hits) / np.maximum(weights @ planned, 1), chosen @ running
-    low, high = np.percentile(recall[1:], [2.5, 97.5], 0)
-    kept = np.flatnonzero((n >= max(min(10, n.max()), 0.1 * n.max())) & (chosen @ planned > 0))
-    return [{"step": k, "n": int(n[k]), "recall": recall[0, k], "low": low[k], "high": high[k]} for k in kept]
+    weights, n = np.vstack([np.ones(draws.shape[1]), draws]) * chosen, chosen @ running
+    recall = ratio(weights @ hits, weights @ planned, np.nan)
+    recall[:, n < max(min(10, n.max()), 0.1 * n.max())] = np.nan
+    return n.astype(int), (chosen @ planned).astype(int), recall
 
 
 # ======================================================================================================================
@@ -300,10 +316,10 @@ if __name__ == "__main__":
     # Setup
     # ==================================================================================================================
     args = tyro.cli(Args)
-    if not args.folders or not args.sides or args.max_rows < 100 or args.bootstrap < 1 or args.seed < 0:
-        fail("wanted: a folder or more, a side or more, --max-rows of at least 100, --bootstrap of 1, --seed of 0")
-    if not 0 < args.test_share < 1:
-        fail(f"--test-share must be between 0 and 1, not {args.test_share}")
+    plt.switch_backend("Agg")  # no window
+    numbers_ok = args.max_rows >= 100 and args.bootstrap >= 1 and args.seed >= 0 and 0 < args.test_share < 1
+    if not (args.folders and args.sides and numbers_ok):
+        fail("wanted: folders, sides, --max-rows >= 100, --bootstrap >= 1, --seed >= 0, --test-share between 0 and 1")
     if len({folder.resolve() for folder in args.folders}) < len(args.folders):
         fail("a folder is named twice")
     runs = [read_states(folder) for folder in args.folders]
@@ -321,21 +337,22 @@ if __name__ == "__main__":
     test = split_levels(runs[0][1]["level_id"], args.test_share, args.seed)
     test_episodes = np.unique(runs[0][1]["episode"][test])
     lengths = [np.bincount(tables["episode"][tables["t"] >= 0])[test_episodes] for _, tables, *_ in runs]
-    shortest, n = np.min(lengths, 0), len(test_episodes)
+    shortest, n_test = np.min(lengths, 0), len(test_episodes)
     cohort = int(np.median(shortest)) if args.cohort is None else args.cohort
     if not 1 <= cohort <= shortest.max():
         fail(f"--cohort must be from 1 to {shortest.max()}, the longest that every agent plays on a test level")
-    draws = np.random.default_rng(args.seed).multinomial(n, np.ones(n) / n, args.bootstrap)
+    everyone, lasting = np.ones(n_test, bool), shortest >= cohort
+    draws = np.random.default_rng(args.seed).multinomial(n_test, everyone / n_test, args.bootstrap)
 
     samples = []
     for name, (meta, tables, _, labels100) in zip(names, runs):
         labels = labels100.reshape(3, -1, 10, 10)[:, :, 1:9, 1:9].reshape(3, -1)
         test = split_levels(tables["level_id"], args.test_share, args.seed)
-        train_rows, test_rows = np.flatnonzero(~test & (tables["t"] >= 0)), np.flatnonzero(test)
+        train_rows, test_rows = np.flatnonzero(~test), np.flatnonzero(test)
         assert not np.isin(*(tables["level_id"][rows] for rows in (train_rows, test_rows))).any(), "shared levels"
-        rng, everything = np.random.default_rng(args.seed), squares(train_rows)
-        index = np.sort(rng.choice(everything, min(args.max_rows, len(everything)), replace=False))
-        places = squares(test_rows[tables["t"][test_rows] >= 0]), everything, index
+        rng = np.random.default_rng(args.seed)
+        index = draw_squares(train_rows, tables["episode"][train_rows], args.max_rows, rng)
+        places = squares(test_rows[tables["t"][test_rows] >= 0]), squares(train_rows), index
         for place, c, k in itertools.product(range(3), range(3), range(5)):
             if not (labels[c, places[place]] == k).any():
                 where = ("test square; save more episodes", "training square; save more episodes",
@@ -344,23 +361,24 @@ if __name__ == "__main__":
         samples.append((labels, test_rows, index, rng.permuted(labels[:, index], axis=1)))
         agent, solved = meta["args"], tables["solved"][tables["t"] == 0].mean()
         print(f"{name}: {meta['script']} L={agent['layers']} E={agent['experts']} d={agent['width']}, {solved:.1%} of "
-              f"{meta['episodes']} levels ({meta['levels']['name']}) solved; trained on {len(index):,} of "
-              f"{len(everything):,} squares, tested on all squares of {n} other episodes")  # fmt: skip
+              f"{meta['episodes']} levels ({meta['levels']['name']}) solved; trained on {len(index):,} squares out of "
+              f"{64 * len(train_rows):,}, tested on all of {n_test} other episodes")  # fmt: skip
 
     # ==================================================================================================================
     # Loop
     # ==================================================================================================================
-    results, curves, boards = [], [], []
+    results, curves, boards, first = [], [], [], {}
     for name, folder, (meta, tables, states, labels100), sample in zip(names, args.folders, runs, samples):
         agent, t, (labels, test_rows, index, shuffled) = meta["args"], tables["t"], sample
         y, step, place = labels[:, index], t[test_rows], np.searchsorted(test_episodes, tables["episode"][test_rows])
         acting = step >= 0  # the other rows are thinking steps
 
         # {(features, state, side): counts (3, test rows, 25)}
-        found, field = {}, min(2 * agent["layers"] + 1, 19)  # the squares that one pass brings together
+        found, field = {}, min(2 * agent["layers"] + 1, 17)  # the squares that one pass brings together; 17: the board
         jobs = [("observation", "", side) for side in sorted({1, 3, field})]
         jobs += [(*pair, side) for side in args.sides for pair in states]
         shown = args.curve_state if args.curve_state in meta["kinds"] else [*meta["kinds"]][0]
+        shown = f"{shown}{agent['layers']}", args.sides[0]
         for features, state, side in tqdm(jobs, desc=name, leave=False, disable=None):
             seen, board = (patches, open_array(folder, features, state)) if state else (one_hot, tables["grid"])
             read = functools.partial(seen, board, side=side)
@@ -370,20 +388,23 @@ if __name__ == "__main__":
             found[features, state, side] = counts[:3]
             if features == "trained":
                 found["shuffled", state, side] = counts[3:]
-                if side == 1:
-                    wide = x.shape[1] > narrow
-                    reduced = confusions(fit(x, y, narrow), read, test_rows, labels) if wide else counts[:3]
-                    found["reduced", state, side] = reduced
-                if (state, side) == (f"{shown}{agent['layers']}", args.sides[0]):
-                    shown_counts, opening = counts[:3], test_rows[step == 0][:3]
-                    decoded = np.full((3, len(opening), 10, 10), NEVER)
-                    decoded[:, :, 1:9, 1:9] = decode(read(squares(opening)))[:3].reshape(3, -1, 8, 8)
-                    boards.append((tables["grid"][opening], decoded.reshape(3, -1, 100), labels100[:, opening]))
+            if state:
+                few = narrow * side**2
+                wide = x.shape[1] > few
+                reduced = confusions(fit(x, y, few), read, test_rows, labels) if wide else counts[:3]
+                found[f"{features} reduced", state, side] = reduced
+            if features == "trained" and (state, side) == shown:
+                opening = test_rows[step == 0][:3]
+                decoded = np.full((3, len(opening), 10, 10), NEVER)
+                decoded[:, :, 1:9, 1:9] = decode(read(squares(opening)))[:3].reshape(3, -1, 8, 8)
+                boards.append((tables["grid"][opening], decoded.reshape(3, -1, 100), labels100[:, opening]))
 
         # scores and the table
-        line = "{:10} {:>17} {:>19} {:>19} {:>10} {:>9} {:>8}"
-        print(f"\n{name}")
-        print(line.format("", "probe on", "macro F1", "plan recall", f"F1, {narrow} ch.", "untrained", "shuffled"))
+        line = "{:10} {:>17} {:>19} {:>19} {:>10} {:>9} {:>10} {:>8}"
+        few = f"{narrow} ch."
+        print(f"\n{name}: macro F1 and plan recall, and macro F1 of the baselines; {few}: reduced to {narrow} channels")
+        print(line.format("", "probe on", "macro F1", "plan recall", few, "untrained", few, "shuffled"))
+        others = "trained reduced", "untrained", "untrained reduced", "shuffled"
         for c, concept in enumerate(CONCEPTS):
             scored = {key: with_intervals(k[c, acting], place[acting], draws) for key, k in found.items()}
             for (features, state, side), record in scored.items():
@@ -392,18 +413,39 @@ if __name__ == "__main__":
                 results.append(about | record)
                 if features in ("observation", "trained"):
                     numbers = ["{:.3f} ({:.3f}-{:.3f})".format(*(record[m + end] for end in ENDS)) for m in MAIN]
-                    beside = [scored.get((other, state, side)) for other in ("reduced", "untrained", "shuffled")]
+                    beside = [scored.get((other, state, side)) for other in others]
                     numbers += [f"{other['macro_f1']:.3f}" if other else "" for other in beside]
                     print(line.format(concept, f"{state or features} {side}x{side}", *numbers))
 
-        # curves
-        everyone, lasting = np.ones(n, bool), shortest >= cohort
+        # curves, at the number of channels that all agents have
+        lines = {f: found[f"{f} reduced", *shown] for f in ("trained", "untrained")}
+        lines["observation 3x3"] = found["observation", "", 3]
         parts = [("all", acting, everyone), ("cohort", acting & (step < cohort), lasting)]
         parts += [("thinking", step <= 0, everyone)] if meta["thinking_steps"] else []
-        for (which, rows, chosen), c in itertools.product(parts, range(3)):
+        for (which, rows, chosen), c, features in itertools.product(parts, range(3), lines):
             passes = step[rows] - step[rows].min()
-            curve = recall_curve(shown_counts[c, rows], place[rows], passes, draws, chosen)
-            curves += [{"agent": name, "concept": CONCEPTS[c], "episodes": which} | point for point in curve]
+            n, planned, recall = recall_curve(lines[features][c, rows], place[rows], passes, draws, chosen)
+            base = first.setdefault((which, c, features), recall)  # of the first agent: the same levels, the same draws
+            for k in np.flatnonzero(np.isfinite(recall[0])):
+                point = {"agent": name, "concept": CONCEPTS[c], "episodes": which, "features": features}
+                point |= {"step": k, "n": n[k], "planned": planned[k]}
+                minus = recall[:, k] - (base[:, k] if k < base.shape[1] else np.nan)
+                point |= interval("recall", recall[0, k], recall[1:, k]) | interval("minus", minus[0], minus[1:])
+                curves.append(point)
+
+    def curve(name, concept, episodes, features):
+        about = {"agent": name, "concept": concept, "episodes": episodes, "features": features}
+        return [point for point in curves if about.items() <= point.items()]
+
+    # does the shallow agent's plan start less complete, and does it catch up?
+    line, last = "{:10} {:>20} {:>15} {:>26} {:>26} {:>26} {:>26}".format, cohort - 1
+    print(f"\nplan recall on the {lasting.sum()} test levels on which every agent plays {cohort} steps or more")
+    print(line("", "", "", "t = 0", f"t = {last}", "minus the first, t = 0", f"minus the first, t = {last}"))
+    for concept, name, features in itertools.product(CONCEPTS, names, lines):
+        ends = {point["step"]: point for point in curve(name, concept, "cohort", features)}
+        cells = itertools.product(("recall", "minus"), (0, last))
+        values = [[ends[k][value + end] for end in ENDS] if k in ends else [np.nan] * 3 for value, k in cells]
+        print(line(concept, name, features, *("{:.3f} ({:.3f} to {:.3f})".format(*v) for v in values)))
 
     # ==================================================================================================================
     # Pictures
@@ -413,16 +455,18 @@ if __name__ == "__main__":
     size = (12, 3 * len(titles) + 3)
     plan_recall, axes = plt.subplots(len(titles) + 1, 3, figsize=size, constrained_layout=True, sharey="row")
     for (row, which), (column, concept), (k, name) in itertools.product(*map(enumerate, (titles, CONCEPTS, names))):
-        points = [c for c in curves if (c["agent"], c["concept"], c["episodes"]) == (name, concept, which)]
-        x, running, recall, low, high = ([c[key] for c in points] for key in ("step", "n", "recall", "low", "high"))
         axis, label = axes[row, column], "thinking step" if which == "thinking" else "environment step t"
-        axis.plot(x, recall, f"C{k}.-", label=name)
-        axis.fill_between(x, low, high, color=f"C{k}", alpha=0.2, linewidth=0)
+        for features, style in zip(lines, (".-", "--", ":")):
+            points = curve(name, concept, which, features)
+            x, n, recall, low, high = ([p[q] for p in points] for q in ("step", "n", *("recall" + end for end in ENDS)))
+            axis.plot(x, recall, f"C{k}{style}", label=f"{name}, {features}", linewidth=1)
+            if features == "trained":
+                axis.fill_between(x, low, high, color=f"C{k}", alpha=0.2, linewidth=0)
         axis.set(title=f"{concept}: {titles[which]}", xlabel=label, ylabel="plan recall")
         if which == "all":
-            axes[-1, column].plot(x, running, f"C{k}", label=name)
+            axes[-1, column].plot(x, n, f"C{k}", label=name)
             axes[-1, column].set(xlabel=label, ylabel="episodes still running, n(t)")
-    axes[0, 0].legend(fontsize="small")
+    plan_recall.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names))
     for axis in axes[:-1, 0]:
         axis.set_ylim(bottom=0)
 
@@ -433,9 +477,9 @@ if __name__ == "__main__":
             if (r["agent"], r["concept"]) == (name, concept):
                 values = [r["macro_f1" + end] for end in ENDS]
                 by_features[r["features"]].append((f"{r['state']}\n{r['side']}x{r['side']}", *values))
-        for features, style in {"trained": "C0.", "reduced": "C1s", "untrained": "kx", "shuffled": "k+"}.items():
-            x, y, low, high = zip(*by_features[features]) if by_features[features] else [()] * 4
-            axis.plot(x, y, style, label=f"{narrow} channels" if features == "reduced" else features)
+        for features, style in zip(("trained", *others), ("C0.", "C1s", "kx", "k1", "k+")):
+            x, y, low, high = zip(*by_features[features])
+            axis.plot(x, y, style, label=features.replace("reduced", f"to {narrow} channels"))
             if features == "trained":
                 axis.bar(x, y, yerr=np.abs(np.array([low, high]) - y), alpha=0.5)
         for (what, y, _, _), style in zip(by_features["observation"], (":", "--", "-")):

@@ -259,6 +259,15 @@ def test_splits_share_no_level():
     )
 
 
+def test_every_episode_is_drawn_as_often():
+    """Rows 10 to 12 are of episode 3, rows 20 to 319 of episode 5."""
+    rows, episode = np.r_[10:13, 20:320], np.arange(3, 6, 2).repeat([3, 300])
+    index = probes.draw_squares(rows, episode, 20_000, np.random.default_rng(0))
+    assert set(index // 64) == set(rows) and (np.diff(index) >= 0).all()
+    assert np.mean(index // 64 < 20) == pytest.approx(0.5, abs=0.02)
+    assert np.bincount(index % 64, minlength=64).min() > 200
+
+
 def test_scores_equal_those_of_scikit_learn():
     rng = np.random.default_rng(1)
     true = rng.integers(0, 5, 3000)
@@ -293,11 +302,44 @@ def test_recall_rises_by_itself_when_short_episodes_leave_and_not_over_a_fixed_c
     counts[long[episode], 0], counts[~long[episode], 4] = 3, 3
     counts[:, 24] = 50
     draws = np.random.default_rng(0).multinomial(40, np.ones(40) / 40, 100)
-    curve = probes.recall_curve(counts, episode, step, draws, np.ones(40, bool))
-    assert [(c["step"], c["n"], c["recall"]) for c in curve] == [(0, 40, 0.5), (1, 40, 0.5), (2, 20, 1), (3, 20, 1)]
-    assert curve[0]["low"] < 0.45 < 0.55 < curve[0]["high"]
-    curve = probes.recall_curve(counts, episode, step, draws, long)
-    assert [(c["step"], c["n"], c["recall"]) for c in curve] == [(t, 20, 1) for t in range(4)]
+    n, planned, recall = probes.recall_curve(counts, episode, step, draws, np.ones(40, bool))
+    assert n.tolist() == [40, 40, 20, 20] and planned.tolist() == [120, 120, 60, 60]
+    assert recall[0].tolist() == [0.5, 0.5, 1, 1] and recall.shape == (101, 4)
+    record = probes.interval("recall", recall[0, 0], recall[1:, 0])
+    assert record["recall"] == 0.5 and record["recall_low"] < 0.45 < 0.55 < record["recall_high"]
+    n, planned, recall = probes.recall_curve(counts, episode, step, draws, long)
+    assert n.tolist() == [20] * 4 and recall[0].tolist() == [1] * 4
+
+
+def test_the_curve_ends_where_few_episodes_run_or_nothing_is_planned():
+    """30 episodes of 2 steps, 10 of which run on to a third and 9 to a fourth; nothing is planned at t = 1."""
+    length = np.where(np.arange(30) < 9, 4, np.where(np.arange(30) < 10, 3, 2))
+    episode = np.arange(30).repeat(length)
+    step = np.concatenate([np.arange(k) for k in length])
+    counts = np.zeros((len(episode), 25))
+    counts[step != 1, 0], counts[:, 24] = 1, 63
+    draws = np.random.default_rng(0).multinomial(30, np.ones(30) / 30, 100)
+    n, planned, recall = probes.recall_curve(counts, episode, step, draws, np.ones(30, bool))
+    assert n.tolist() == [30, 30, 10, 9] and planned.tolist() == [30, 0, 10, 9]
+    assert np.isnan(recall[0]).tolist() == [False, True, False, True]
+
+
+def test_every_episode_counts_alike():
+    """One of 2 rows, all read, and one of 100, none read."""
+    counts, episode = np.zeros((102, 25)), np.arange(2).repeat([2, 100])
+    counts[:2, 0], counts[2:, 1] = 64, 64
+    record = probes.with_intervals(counts, episode, np.ones((1, 2)))
+    assert record["plan_recall"] == record["recall_up"] == 0.5
+
+
+def test_where_nothing_is_planned_recall_is_unknown_and_leaves_the_interval_alone():
+    counts = np.zeros((2, 25))
+    counts[:, 24], counts[0, 0] = 64, 3
+    record = probes.with_intervals(counts, np.arange(2), np.array([[2, 0], [0, 2]]))
+    assert record["plan_recall"] == record["plan_recall_low"] == record["plan_recall_high"] == 1
+    assert np.isnan(probes.scores(counts[1])["plan_recall"]) and np.isnan(
+        probes.interval("x", 1, np.full(3, np.nan))["x_low"]
+    )
 
 
 def test_one_hot_and_patches_see_the_neighbourhood():
@@ -374,15 +416,21 @@ def test_an_untrained_network_is_read_about_as_well_as_the_observation(saved, tm
         for features in ("trained", "untrained"):
             assert min(seen) - 0.08 < score[features, "h1", 1] < max(seen) + 0.05
     out = capsys.readouterr().out
-    assert "trained on 3,000 of" in out and "agent onto" in out and len(re.findall(r"^#{10}   #{10}", out, re.M)) >= 2
+    assert (
+        "trained on 3,000 squares out of" in out
+        and "agent onto" in out
+        and len(re.findall(r"^#{10}   #{10}", out, re.M)) >= 2
+    )
     pictures = ["board.png", "curves.csv", "plan_recall.png", "probes.png", "results.csv"]
     assert sorted(f.name for f in tmp_path.iterdir()) == pictures
     with open(tmp_path / "curves.csv") as f:
         curves = list(csv.DictReader(f))
     assert {c["episodes"] for c in curves} == {"all", "cohort", "thinking"}
+    assert {c["features"] for c in curves} == {"trained", "untrained", "observation 3x3"}
+    assert {float(c["minus"]) for c in curves} == {float(c["minus_high"]) for c in curves} == {0}  # one agent
     onto = {c["episodes"]: [] for c in curves}
     for c in curves:
-        if c["concept"] == "agent onto":
+        if (c["concept"], c["features"]) == ("agent onto", "trained"):
             onto[c["episodes"]].append(int(c["n"]))
     assert onto["thinking"] == [15] * 3 and len(set(onto["cohort"])) == 1
     assert onto["all"][0] == 15 and onto["all"] == sorted(onto["all"], reverse=True) and min(onto["all"]) < 15
@@ -400,13 +448,21 @@ def test_agents_of_other_shapes_are_compared_on_the_same_levels_at_the_same_numb
     save(tmp_path / "other", make_agent(1, 2, 4))
     assert probe(saved, tmp_path / "other", "--output", tmp_path / "out", "--curve-state", "c", "--cohort", 5) == 0
     out = capsys.readouterr().out
-    assert out.count("F1, 4 ch.") == 2 and "fresh: sokoban" in out and "other: sokoban" in out
+    assert out.count("reduced to 4 channels") == 2 and "fresh: sokoban" in out and "other: sokoban" in out
     found = table(tmp_path / "out")  # of the agent `other`, which comes last
-    wide, narrow = (found["box off", f, "c1", 1]["macro_f1"] for f in ("trained", "reduced"))
-    assert (
-        wide != narrow
-        and found["box off", "trained", "s1", 1]["macro_f1"] == found["box off", "reduced", "s1", 1]["macro_f1"]
-    )
+    for network in ("trained", "untrained"):
+        wide, narrow = (
+            {s: found["box off", network + f, s, 1]["macro_f1"] for s in ("c1", "s1")} for f in ("", " reduced")
+        )
+        assert wide["c1"] != narrow["c1"] and wide["s1"] == narrow["s1"]
+    with open(tmp_path / "out" / "curves.csv") as f:
+        curves = {(c["agent"], c["concept"], c["episodes"], c["features"], c["step"]): c for c in csv.DictReader(f)}
+    other = [c for key, c in curves.items() if key[0] == str(tmp_path / "other") and key[2] == "cohort"]
+    assert len(other) == 3 * 3 * 5 and any(float(c["minus"]) for c in other)
+    for c in other:  # both are scored on the same levels
+        first = curves[str(saved), c["concept"], "cohort", c["features"], c["step"]]
+        assert float(c["minus"]) == pytest.approx(float(c["recall"]) - float(first["recall"]))
+        assert (c["n"], c["planned"]) == (first["n"], first["planned"])  # the same episodes here
 
 
 # ---- bad input
@@ -495,10 +551,10 @@ def test_too_few_episodes_other_levels_and_bad_flags(saved, tmp_path, capsys):
         ([saved, saved.parent / "." / saved.name], "a folder is named twice"),
         ([saved, "--max-rows", 100, "--seed", 3], "drawn for training; raise --max-rows"),
         ([saved, "--cohort", 121], "--cohort must be from 1 to"),
-        ([saved, "--seed", -1], "--seed of 0"),
-        ([saved, "--test-share", 1], "--test-share must be"),
+        ([saved, "--seed", -1], "--seed >= 0"),
+        ([saved, "--test-share", 1], "--test-share between 0 and 1"),
         ([saved, "--output", saved / "meta.json"], "cannot be written"),
-        ([], "wanted: a folder or more"),
+        ([], "wanted: folders"),
     ]:
         assert probe(*arguments, *(["--output", tmp_path / "out"] if "--output" not in arguments else [])) == 2
         assert message in capsys.readouterr().err
