@@ -274,15 +274,15 @@ def recall_curve(counts, episode, step, draws, chosen):
 
     counts (rows, 25), episode and step (rows,), draws (resamples, episodes) -> number of episodes that run at each
     step (steps,), number of squares with a plan (steps,), recall (1 + resamples, steps), first that of the episodes
-    themselves. NaN: steps at which nothing is planned, or fewer than 10 episodes or a tenth of them run, which are
-    those in which the agent is stuck.
+    themselves. NaN: steps at which fewer than 10 squares have a plan, or fewer than 10 episodes or a tenth of them run,
+    which are those in which the agent is stuck.
     """
     hits, planned, running = np.zeros((3, draws.shape[1], step.max() + 1))
     hits[episode, step], planned[episode, step] = counts[:, [0, 6, 12, 18]].sum(1), counts[:, :20].sum(1)
     running[episode, step] = 1
     weights, n = np.vstack([np.ones(draws.shape[1]), draws]) * chosen, chosen @ running
     recall = ratio(weights @ hits, weights @ planned, np.nan)
-    recall[:, n < max(min(10, n.max()), 0.1 * n.max())] = np.nan
+    recall[:, (n < max(min(10, n.max()), 0.1 * n.max())) | (chosen @ planned < 10)] = np.nan
     return n.astype(int), (chosen @ planned).astype(int), recall
 
 
