@@ -729,7 +729,7 @@ def evaluate(agent, levels, device, sample=False, thinking_steps=0, seed=0, stop
         if not (grid == batch[..., ::-1]).all():
             raise RuntimeError("EnvPool does not open with the wanted levels; is this envpool 1.2.5?")
         state, first, alive = agent.initial_state(n, device), torch.ones(1, n, device=device), np.arange(n)
-        for t in itertools.count(-thinking_steps):
+        for t in tqdm(range(-thinking_steps, 120), "evaluation", leave=False, disable=None):
             if stop:
                 return None
             logits, _, state = agent(torch.from_numpy(grid[alive]).to(device).unsqueeze(0), first, state)
@@ -784,7 +784,8 @@ def save_states(folder, networks, levels, result, thinking_steps, meta):
                 os.posix_fallocate(f.fileno(), 0, file.stat().st_size)
         for cell in (cell for network in networks.values() for cell in network.cells):
             cell.register_forward_hook(lambda cell, inputs, output: passed.append(output))
-        for batch in np.split(np.arange(len(levels)), range(100, len(levels), 100)):
+        batches = np.split(np.arange(len(levels)), range(100, len(levels), 100))
+        for batch in tqdm(batches, "states", leave=False, disable=None):
             envs = Sokoban([levels[batch]], [opening_seeds(len(batch))])
             grid, states = envs.first, {name: agent.initial_state(len(batch), device) for name in networks}
             for now in range(-thinking_steps, result["lengths"][batch].max()):
