@@ -279,6 +279,7 @@ def test_scores_equal_those_of_scikit_learn():
         assert np.allclose(result[name], wanted)
     assert result["macro_f1"] == pytest.approx(f1_score(true, predicted, average="macro"))
     assert result["plan_recall"] == pytest.approx((predicted == true)[true != NEVER].mean())
+    assert result["plan_precision"] == pytest.approx((predicted == true)[predicted != NEVER].mean())
 
 
 def test_intervals_come_from_whole_episodes():
@@ -426,7 +427,8 @@ def test_an_untrained_network_is_read_about_as_well_as_the_observation(saved, tm
     with open(tmp_path / "curves.csv") as f:
         curves = list(csv.DictReader(f))
     assert {c["episodes"] for c in curves} == {"all", "cohort", "thinking"}
-    assert {c["features"] for c in curves} == {"trained", "untrained", "observation 3x3"}
+    shown = {("trained", "h1"), ("untrained", "h1"), ("observation 3x3", "")}
+    assert {(c["features"], c["state"]) for c in curves} == shown
     assert {float(c["minus"]) for c in curves} == {float(c["minus_high"]) for c in curves} == {0}  # one agent
     onto = {c["episodes"]: [] for c in curves}
     for c in curves:
@@ -448,7 +450,7 @@ def test_agents_of_other_shapes_are_compared_on_the_same_levels_at_the_same_numb
     save(tmp_path / "other", make_agent(1, 2, 4))
     assert probe(saved, tmp_path / "other", "--output", tmp_path / "out", "--curve-state", "c", "--cohort", 5) == 0
     out = capsys.readouterr().out
-    assert out.count("reduced to 4 channels") == 2 and "fresh: sokoban" in out and "other: sokoban" in out
+    assert out.count("PCA to 4 channels a square") == 2 and "fresh: sokoban" in out and "other: sokoban" in out
     found = table(tmp_path / "out")  # of the agent `other`, which comes last
     for network in ("trained", "untrained"):
         wide, narrow = (
