@@ -17,6 +17,7 @@ import csv
 import functools
 import itertools
 import json
+import shutil
 import signal
 import sys
 import tempfile
@@ -49,7 +50,7 @@ class Args:
     seed: int = 1
     """seed of the split, the drawn squares, the shuffled labels and the bootstrap"""
     sides: tuple[Literal[1, 3], ...] = (1,)
-    """a probe sees one square (1) or its 3x3 neighbourhood (3); `1 3` trains both"""
+    """a probe sees one square (1) or its 3x3 neighbourhood (3); `1 3` trains both, curves show the first"""
     test_share: float = 0.25
     """share of the levels that is held out"""
     max_rows: int = 40_000
@@ -59,7 +60,7 @@ class Args:
     curve_state: Literal["s", "c"] = "s"
     """state of the last layer for curves and boards: s, what the readout sees, or c, where saved"""
     cohort: Optional[int] = None
-    """the fixed cohort: test levels on which every agent plays so many steps or more; None: half of the test levels"""
+    """the fixed cohort: test levels on which every agent plays so many steps or more; None: the median number"""
     text: bool = False
     """also draw a board in the terminal"""
 
@@ -98,7 +99,7 @@ def read_states(folder):
         states = [f"{kind}{l}" for kind in meta["kinds"] for l in range(1, agent["layers"] + 1)]
         states = [*itertools.product(("trained", "untrained"), states)]
         shapes = {f"{network}_{state}": (10, 10, meta["kinds"][state[0]]) for network, state in states}
-        if not shapes or min(meta["kinds"].values()) < 1 or len(shapes) < len([*folder.glob("*trained_*")]):
+        if not shapes or min(meta["kinds"].values()) < 1 or len(shapes) < len([*folder.glob("*trained_*.npy")]):
             raise ValueError("meta.json tells of other states")
         for name, shape in (TABLES | shapes).items():
             array, rows = open_array(folder, name), meta["episodes" if name == "terminal_grid" else "passes"]
@@ -204,7 +205,7 @@ def train_and_read(look, index, labels, rows, components=None):
     look: squares (m,) -> features (m, F), which PCA reduces to `components` if given -> classes (k, rows, 64)
     """
     x = look(index)
-    # sparse features keep their mean, which the intercept takes up: the same probe
+    # sparse features keep their mean, which the intercept takes up: the same probe but for the solver's tolerance
     reduce = PCA(components, random_state=0) if components else "passthrough"
     prepare = make_pipeline(StandardScaler(with_mean=not issparse(x)), reduce)
     z = prepare.fit_transform(x)
@@ -319,21 +320,28 @@ if __name__ == "__main__":
     # ==================================================================================================================
     args = tyro.cli(Args)
     plt.switch_backend("Agg")  # no window
+    plt.rcParams["text.parse_math"] = False  # a folder's name may have dollar signs
     numbers_ok = args.max_rows >= 100 and args.bootstrap >= 1 and args.seed >= 0 and 0 < args.test_share < 1
     if not (args.folders and args.sides and numbers_ok):
         fail("wanted: folders, sides, --max-rows >= 100, --bootstrap >= 1, --seed >= 0, --test-share between 0 and 1")
     if len({folder.resolve() for folder in args.folders}) < len(args.folders):
         fail("a folder is named twice")
     runs = [read_states(folder) for folder in args.folders]
-    if len({run.meta["levels"]["sha256"] for run in runs}) > 1:
-        sets = "".join(f"\n  {run.folder}: {run.meta['levels']}" for run in runs)
-        fail(f"the folders hold different levels; save them with the same --eval-levels and --state-episodes{sets}")
+    if len({(run.meta["levels"]["sha256"], run.meta["thinking_steps"]) for run in runs}) > 1:
+        sets = "".join(f"\n  {run.folder}: {run.meta['thinking_steps']} of {run.meta['levels']}" for run in runs)
+        fail("the folders hold different levels or thinking steps; save them with the same --eval-levels, "
+             f"--state-episodes and --thinking-steps{sets}")  # fmt: skip
     try:
         args.output.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=args.output).close()
+        for old in args.output.glob(".half-written-*"):  # of a run that was killed
+            shutil.rmtree(old, ignore_errors=True)
     except OSError as e:
         fail(f"--output {args.output} cannot be written to ({e})")
-    narrow = min(channels for run in runs for channels in run.meta["kinds"].values())
+    narrow, thinking_steps = min(n for run in runs for n in run.meta["kinds"].values()), runs[0].meta["thinking_steps"]
+    args.sides = tuple(dict.fromkeys(args.sides))
+    if args.max_rows < narrow * max(args.sides) ** 2:
+        fail(f"--max-rows must be at least {narrow * max(args.sides) ** 2}, the features of a probe")
 
     # the episodes of all agents are on the same levels in the same order: one split, and the same draws for all
     test_episodes = np.unique(runs[0].episode[split_levels(runs[0].level_id, args.test_share, args.seed)])
@@ -353,7 +361,7 @@ if __name__ == "__main__":
         inner = run.labels[:, :, INNER]
         run.true, run.train_labels = inner[:, run.rows], inner.reshape(3, -1)[:, run.drawn]
         run.shuffled = rng.permuted(run.train_labels, axis=1)
-        checks = {"test square; save more episodes": inner[:, test & (run.t >= 0)]}
+        checks = {"test square; save more episodes, if this agent ever does it": inner[:, test & (run.t >= 0)]}
         checks["square drawn for training; raise --max-rows or save more episodes"] = run.train_labels
         for where, labels in checks.items():
             for c, k in np.argwhere([np.bincount(concept.ravel(), minlength=5) == 0 for concept in labels]):
@@ -414,7 +422,7 @@ if __name__ == "__main__":
         lines = {features: found[f"{features} reduced", *shown] for features in ("trained", "untrained")}
         lines["observation 3x3"] = found["observation", "", 3]
         parts = [("all", acting, everyone), ("cohort", acting & (step < cohort), lasting)]
-        parts += [("thinking", step <= 0, everyone)] if run.meta["thinking_steps"] else []
+        parts += [("thinking", step <= 0, everyone)] if thinking_steps else []
         for (which, rows, chosen), (c, concept), features in itertools.product(parts, enumerate(CONCEPTS), lines):
             counts, passes = confusions(run.true[c, rows], lines[features][c, rows]), step[rows] - step[rows].min()
             n, planned, recall = recall_curve(counts, place[rows], passes, draws, chosen)
@@ -435,36 +443,43 @@ if __name__ == "__main__":
         run.decoded, run.opening = np.full((3, len(opening), 100), NEVER), run.rows[opening]
         run.decoded[:, :, INNER] = found["trained", *shown][:, opening]
 
+    if not any(curves.values()):
+        fail("at no step 10 test squares have a plan; raise --test-share, or save more episodes")
+
     # does the shallow agent's plan start less complete, and does it catch up?
-    line, last = "{:10} {:>20} {:>15} {:>26} {:>26} {:>26} {:>26}".format, cohort - 1
-    print(f"\nplan recall on the {lasting.sum()} test levels on which every agent plays {cohort} steps or more")
-    print(line("", "", "", "t = 0", f"t = {last}", "minus the first, t = 0", f"minus the first, t = {last}"))
-    for concept, run, features in itertools.product(CONCEPTS, runs, lines):
-        points = {point["step"]: point for point in curves[run.name, concept, "cohort", features]}
-        cells = itertools.product(("recall", "minus"), (0, last))
-        print(line(concept, run.name, features, *(text(points[k], m) if k in points else "" for m, k in cells)))
+    titles = {"all": "episodes still running", "cohort": f"{lasting.sum()} levels of {cohort} steps or more"}
+    line, lasts = "{:10} {:>15} {:>26} {:>26} {:>26} {:>26} {}".format, {"cohort": cohort - 1}
+    if thinking_steps:
+        titles["thinking"], lasts["thinking"] = "first observation, thinking", thinking_steps
+    for which, last in lasts.items():
+        print(f"\nplan recall on {titles[which]}")
+        print(line("", "", "step 0", f"step {last}", "minus the first, step 0", f"minus the first, step {last}", ""))
+        for concept, run, features in itertools.product(CONCEPTS, runs, lines):
+            points = {point["step"]: point for point in curves[run.name, concept, which, features]}
+            cells = itertools.product(("recall", "minus"), (0, last))
+            print(line(concept, features, *(text(points[k], m) if k in points else "" for m, k in cells), run.name))
 
     # ==================================================================================================================
     # Pictures
     # ==================================================================================================================
-    titles = {"all": "episodes still running", "cohort": f"{lasting.sum()} levels of {cohort} steps or more"}
-    titles |= {"thinking": "first observation"} if any(run.meta["thinking_steps"] for run in runs) else {}
     figure = functools.partial(plt.subplots, constrained_layout=True, squeeze=False)
     plan_recall, axes = figure(len(titles) + 1, 3, figsize=(12, 3 * len(titles) + 3), sharey="row")
-    for (row, which), (column, concept), (k, run) in itertools.product(*map(enumerate, (titles, CONCEPTS, runs))):
+    panels = itertools.product(*map(enumerate, (titles, CONCEPTS)), zip(lines, (".-", "--", ":")), enumerate(runs))
+    for (row, which), (column, concept), (features, style), (k, run) in panels:
         axis, label = axes[row, column], "thinking step" if which == "thinking" else "environment step t"
-        for features, style in zip(lines, (".-", "--", ":")):
-            points = curves[run.name, concept, which, features]
-            x = [point["step"] for point in points]
-            recall, low, high = np.reshape([limits(point, "recall") for point in points], (-1, 3)).T
-            axis.plot(x, recall, f"C{k}{style}", label=f"{run.name}, {features}", linewidth=1)
-            if features == "trained":
-                axis.fill_between(x, low, high, color=f"C{k}", alpha=0.2, linewidth=0)
+        points = curves[run.name, concept, which, features]
+        x = [point["step"] for point in points]
+        recall, low, high = np.reshape([limits(point, "recall") for point in points], (-1, 3)).T
+        axis.plot(x, recall, f"C{k}{style}", label=f"{features}, {run.name[-40:]}", linewidth=1)
+        if features == "trained":
+            axis.fill_between(x, low, high, color=f"C{k}", alpha=0.2, linewidth=0)
         axis.set(title=f"{concept}: {titles[which]}", xlabel=label, ylabel="plan recall")
-        if which == "all":
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        if (which, features) == ("all", "trained"):
             axes[-1, column].plot(run.running, f"C{k}")
             axes[-1, column].set(xlabel=label, ylabel="episodes still running, n(t)")
-    plan_recall.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(runs))
+    legend = {"loc": "outside lower center", "fontsize": "small"}
+    plan_recall.legend(*axes[0, 0].get_legend_handles_labels(), ncols=len(lines), **legend)
     plt.setp(axes[:-1, 0], ylim=(0, None))
 
     bars, axes = figure(len(runs), 3, figsize=(12, 3.2 * len(runs)))
@@ -478,13 +493,13 @@ if __name__ == "__main__":
                 axis.plot(x, y, f"k{marker}", label=features.replace("reduced", f"to {narrow} channels"))
             else:
                 axis.bar(x, y, yerr=np.abs([y - low, high - y]), alpha=0.5, label=features)
-        axis.set(title=f"{run.name}: {concept}", ylim=(0, 1), ylabel="macro F1")
-    bars.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize="small")
+        axis.set(title=f"{run.name[-40:]}: {concept}", ylim=(0, 1), ylabel="macro F1")
+    bars.legend(*axes[0, 0].get_legend_handles_labels(), ncols=6, **legend)
 
     pictures, axes = figure(len(opening), 2 * len(runs), figsize=(5.2 * len(runs), 2.8 * len(opening)))
     for k, run in enumerate(runs):
         for b, row in enumerate(run.opening):
-            draw_board(axes[b, 2 * k], run.grid[row], run.decoded[:, b], f"{run.name}: decoded, t = 0")
+            draw_board(axes[b, 2 * k], run.grid[row], run.decoded[:, b], f"{run.name[-20:]}: decoded, t = 0")
             draw_board(axes[b, 2 * k + 1], run.grid[row], run.labels[:, row], "taken")
         if args.text:
             first_row, both = run.opening[0], (run.decoded[:, 0], run.labels[:, run.opening[0]])
@@ -494,7 +509,7 @@ if __name__ == "__main__":
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing half-written stays
     try:
-        with tempfile.TemporaryDirectory(dir=args.output) as new:
+        with tempfile.TemporaryDirectory(prefix=".half-written-", dir=args.output) as new:
             for records, file in ((results, "results.csv"), ([*itertools.chain(*curves.values())], "curves.csv")):
                 with open(f"{new}/{file}", "w", newline="") as f:
                     writer = csv.DictWriter(f, records[0])

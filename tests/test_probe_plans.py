@@ -6,7 +6,9 @@ import os
 import re
 import shutil
 import time
+from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
@@ -361,7 +363,9 @@ def probe(*arguments, pictures=False):
     with pytest.MonkeyPatch.context() as patch:
         if not pictures:  # they take most of the time; one test looks at them
             patch.setattr(Figure, "savefig", lambda *args, **kwargs: None)
-        return run_here("--max-rows", 3000, "--bootstrap", 50, *arguments, script="probe_plans.py")
+        code = run_here("--max-rows", 3000, "--bootstrap", 50, *arguments, script="probe_plans.py")
+    plt.close("all")
+    return code
 
 
 def table(folder):
@@ -438,6 +442,17 @@ def test_an_untrained_network_is_read_about_as_well_as_the_observation(saved, tm
     assert onto["all"][0] == 15 and onto["all"] == sorted(onto["all"], reverse=True) and min(onto["all"]) < 15
 
 
+def test_folders_of_any_name_are_drawn(saved, tmp_path):
+    names = [r"a$\foo$b", "_under", "x" * 150]
+    for name in names:
+        shutil.copytree(saved, tmp_path / name)
+    assert (
+        probe(*(tmp_path / name for name in names), "--output", tmp_path / "out", "--sides", 1, 1, pictures=True) == 0
+    )
+    with open(tmp_path / "out" / "results.csv") as f:
+        assert {Path(r["agent"]).name for r in csv.DictReader(f)} == set(names)
+
+
 def test_same_seed_same_numbers(planted, planted_table, tmp_path):
     for seed in (1, 2):
         assert probe(planted, "--seed", seed, "--output", tmp_path / str(seed)) == 0
@@ -447,7 +462,7 @@ def test_same_seed_same_numbers(planted, planted_table, tmp_path):
 
 
 def test_agents_of_other_shapes_are_compared_on_the_same_levels_at_the_same_number_of_channels(saved, tmp_path, capsys):
-    save(tmp_path / "other", make_agent(1, 2, 4))
+    save(tmp_path / "other", make_agent(1, 2, 4), thinking_steps=2)
     assert probe(saved, tmp_path / "other", "--output", tmp_path / "out", "--curve-state", "c", "--cohort", 5) == 0
     out = capsys.readouterr().out
     assert out.count("PCA to 4 channels a square") == 2 and "fresh: sokoban" in out and "other: sokoban" in out
@@ -465,6 +480,7 @@ def test_agents_of_other_shapes_are_compared_on_the_same_levels_at_the_same_numb
         first = curves[str(saved), c["concept"], "cohort", c["features"], c["step"]]
         assert float(c["minus"]) == pytest.approx(float(c["recall"]) - float(first["recall"]))
         assert (c["n"], c["planned"]) == (first["n"], first["planned"])  # the same episodes here
+        assert c["features"] != "observation 3x3" or float(c["minus"]) == 0
 
 
 # ---- bad input
@@ -537,23 +553,30 @@ def test_damaged_folders(spoil, message, saved, tmp_path, capsys):
 
 def test_results_that_cannot_be_written_leave_the_earlier_ones(saved, tmp_path, monkeypatch, capsys):
     (tmp_path / "results.csv").write_text("earlier")
+    (tmp_path / ".half-written-1").mkdir()  # of a run that was killed
     monkeypatch.setattr(probes.csv.DictWriter, "writerows", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full")))
     assert probe(saved, "--output", tmp_path) == 2 and "cannot be written to" in capsys.readouterr().err
     assert (tmp_path / "results.csv").read_text() == "earlier"
+    assert [f.name for f in tmp_path.iterdir()] == ["results.csv"]
 
 
-def test_too_few_episodes_other_levels_and_bad_flags(saved, tmp_path, capsys):
+def test_too_few_episodes_other_levels_and_bad_flags(saved, planted, tmp_path, capsys):
     agent = make_agent(1, 1)
     save(tmp_path / "few", agent, 19)
-    save(tmp_path / "other", agent, 30, seed=6)
+    save(tmp_path / "other", agent, 30, seed=6, thinking_steps=2)
+    save(tmp_path / "no thinking", agent)
+    save(tmp_path / "short", agent, 40, "easy")
     for arguments, message in [
         ([tmp_path / "few"], "has 19 episodes; at least 20"),
         ([saved, tmp_path / "other"], "different levels"),
+        ([saved, tmp_path / "no thinking"], "different levels or thinking steps"),
         ([tmp_path / "nothing"], "does not exist"),
         ([saved, saved.parent / "." / saved.name], "a folder is named twice"),
         ([saved, "--max-rows", 100, "--seed", 3], "drawn for training; raise --max-rows"),
         ([saved, "--cohort", 121], "--cohort must be from 1 to"),
         ([saved, "--seed", -1], "--seed >= 0"),
+        ([planted, "--sides", 3, "--max-rows", 143], "--max-rows must be at least 144"),
+        ([tmp_path / "short", "--test-share", 0.04, "--seed", 1196], "at no step 10 test squares have a plan"),
         ([saved, "--test-share", 1], "--test-share between 0 and 1"),
         ([saved, "--output", saved / "meta.json"], "cannot be written"),
         ([], "wanted: folders"),
