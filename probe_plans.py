@@ -356,6 +356,7 @@ if __name__ == "__main__":
     for run in runs:
         test = np.isin(run.episode, test_episodes)
         train_rows, run.rows = np.flatnonzero(~test), np.flatnonzero(test)
+        assert not np.isin(run.level_id[train_rows], run.level_id[run.rows]).any(), "shared levels"
         rng = np.random.default_rng(args.seed)
         run.drawn = draw_squares(train_rows, run.episode[train_rows], args.max_rows, rng)
         inner = run.labels[:, :, INNER]
