@@ -389,20 +389,19 @@ if __name__ == "__main__":
             see, board = (patches, open_array(run.folder, f"{features}_{state}")) if state else (one_hot, run.grid)
             look = functools.partial(see, board, side=side)
             probe = functools.partial(train_and_read, look, run.drawn, rows=run.rows)
-            found[features, state, side] = probe(run.train_labels)
+            classes = probe([*run.train_labels, *(run.shuffled if features == "trained" else ())])
+            found[features, state, side] = classes[:3]
             if features == "trained":
-                found["shuffled", state, side] = probe(run.shuffled)
+                found["shuffled", state, side] = classes[3:]
             if state:
-                few, wide = narrow * side**2, kinds[state[0]] > narrow
-                reduced = probe(run.train_labels, components=few) if wide else found[features, state, side]
+                wide = kinds[state[0]] > narrow
+                reduced = probe(run.train_labels, components=narrow * side**2) if wide else classes[:3]
                 found[f"{features} reduced", state, side] = reduced
 
         # scores and the table
         line = "{:10} {:>17} {:>22} {:>22} {:>10} {:>9} {:>10} {:>8}".format
         few = f"{narrow} ch."
-        print(
-            f"\n{run.name}: macro F1, plan recall, macro F1 of the baselines; {few}: PCA to {narrow} channels a square"
-        )
+        print(f"\n{run.name}: macro F1, plan recall, F1 of the baselines; {few}: PCA to {narrow} channels a square")
         print(line("", "probe on", "macro F1", "plan recall", few, "untrained", few, "shuffled"))
         for c, concept in enumerate(CONCEPTS):
             scored = {}
@@ -427,16 +426,13 @@ if __name__ == "__main__":
         for (which, rows, chosen), (c, concept), features in itertools.product(parts, enumerate(CONCEPTS), lines):
             counts, passes = confusions(run.true[c, rows], lines[features][c, rows]), step[rows] - step[rows].min()
             n, planned, recall = recall_curve(counts, place[rows], passes, draws, chosen)
-            run.running = n if which == "all" else run.running
+            if which == "all":
+                run.running = n
             base = first.setdefault((which, concept, features), recall)  # of the first agent: same levels, same draws
             for k in np.flatnonzero(np.isfinite(recall[0])):
                 point = {"agent": run.name, "concept": concept, "episodes": which, "features": features}
-                point |= {
-                    "state": "" if features == "observation 3x3" else shown[0],
-                    "step": k,
-                    "n": n[k],
-                    "planned": planned[k],
-                }
+                state = "" if features == "observation 3x3" else shown[0]
+                point |= {"state": state, "step": k, "n": n[k], "planned": planned[k]}
                 minus = recall[:, k] - (base[:, k] if k < base.shape[1] else np.nan)
                 point |= interval("recall", recall[0, k], recall[1:, k]) | interval("minus", minus[0], minus[1:])
                 curves[run.name, concept, which, features].append(point)
