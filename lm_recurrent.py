@@ -354,9 +354,10 @@ EPS = 1e-5
 
 
 def rms_norm(x):
-    """Root mean square norm of the last axis without scale (Zhang and Sennrich 2019)."""
+    """Root mean square norm of the last axis without scale (Zhang and Sennrich 2019) -> x / root, 1 / root."""
     # on a CPU faster than F.rms_norm, and than with square() and mean(), whose gradients take more passes
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + EPS)
+    scale = torch.rsqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + EPS)
+    return x * scale, scale
 
 
 def rotary_table(position, length, size, device):
@@ -366,96 +367,109 @@ def rotary_table(position, length, size, device):
     return torch.polar(torch.ones_like(angle), angle).to(torch.complex64).to(device)
 
 
+def rotate(x, turn):
+    """Rotary positions: channels 2i, 2i + 1 are a complex number, multiplied by turn[..., i] of size 1."""
+    # the authors pair i, i + size / 2: the same model in another order
+    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turn).flatten(-2)
+
+
 def multiply(x, w):
-    """Every expert's matrix product, (E, N, in), (E, in, out) -> (E, N, out), in the weights' type."""
-    return torch.bmm(x.to(w.dtype), w)
+    """Each expert's matrix product, (E, N, in) or for all (N, in), (E, in, out) -> (E, N, out) of the weights' type."""
+    return torch.bmm(x.to(w.dtype).expand(len(w), -1, -1), w)
 
 
-def project(multiply, u, w_qkv, heads, turn):
-    """u (E or 1, N, d) -> q (E, N, heads, size), k and v (E, N, heads / 2, size); q and k normed and rotated."""
-    z = rms_norm(u).expand(len(w_qkv), -1, -1)
-    qkv = multiply(z, w_qkv).float().view(*z.shape[:2], 2 * heads, -1)
+def project(u, w_qkv, heads, turn):
+    """u (N, d) or (E, N, d) -> q (E, N, heads, size), k and v (E, N, heads / 2, size), q and k normed and rotated; and
+    what a gradient by hand reads."""
+    normed = rms_norm(u)
+    qkv = multiply(normed[0], w_qkv).float().unflatten(2, (2 * heads, -1))
     qk, v = qkv.split([heads + heads // 2, heads // 2], 2)
-    # channels 2i, 2i + 1 are a complex number; the authors pair i, i + size / 2: the same model in another order
-    qk = torch.view_as_real(torch.view_as_complex(rms_norm(qk).unflatten(-1, (-1, 2))) * turn).flatten(-2)
-    return *qk.split([heads, heads // 2], 2), v
+    qk = rms_norm(qk)
+    return *rotate(qk[0], turn).split([heads, heads // 2], 2), v, (normed, qk)
 
 
-def finish(multiply, u, attended, w_o, w_1, w_2, post_norm):
-    """u (E or 1, N, d), what the queries attended to (E, N, d) -> the merged output of the experts (N, d)."""
+def finish(u, attended, w_o, w_1, w_2, post_norm):
+    """u (N, d) or (E, N, d), what the queries attended to (E, N, d) -> the merged output of the experts (N, d); and
+    what a gradient by hand reads."""
     u = u + multiply(attended, w_o)
-    u = u + multiply(multiply(rms_norm(u), w_1).relu().square(), w_2)
-    return (rms_norm(u) if post_norm else u).sum(0) * len(u) ** -0.5
+    normed = rms_norm(u)
+    h = multiply(normed[0], w_1).relu()
+    u = u + multiply(h.square(), w_2)
+    out = rms_norm(u) if post_norm else (u, None)
+    return out[0].sum(0) * len(u) ** -0.5, (attended, normed, h, out)
+
+
+def rms_norm_backward(dy, y, scale):
+    """Gradient of y, scale = rms_norm(x) with respect to y -> to x."""
+    return torch.addcmul(dy, y, (dy * y).sum(-1, keepdim=True), value=-1 / y.shape[-1]) * scale
+
+
+def multiply_backward(dy, x, w, dw):
+    """Gradient of y = multiply(x, w) -> that of x; that of w is added to dw (float32)."""
+    x, dy = x.to(w.dtype).expand(len(w), -1, -1).mT, dy.to(w.dtype)
+    dw.baddbmm_(x.float(), dy.float()) if dw.device.type == "cpu" else dw.add_(x @ dy)  # bf16 is slow on a CPU
+    return torch.bmm(dy, w.mT)
 
 
 class Recurrence(torch.autograd.Function):
-    """The loop over tokens and levels. autograd does a block's halves; attention between them is done by hand: keys,
-    values and their gradients are written to one buffer each. Weight gradients are summed in place."""
+    """The loop over tokens and levels, its gradient by hand: keys, values and their gradients are written to one buffer
+    each, gradients of weights are summed in place, and autograd's many small steps fall away."""
 
     @staticmethod
     def forward(ctx, model, grad, filled, turns, s, keys, values, *tensors):
-        """s (B, d); keys, values (L, n = caches x B x heads / 2, memory, size), the last `filled` positions in use; per
-        level W_x x, weights."""
-        levels = [[x.detach() for x in tensors[i : i + 6]] for i in range(0, len(tensors), 6)]
-        ctx.grads = [[torch.zeros_like(x, dtype=torch.float32) if grad else None for x in level] for level in levels]
-        (E, S, B, d), C, (n, M, size) = tensors[0].shape, model.caches, keys.shape[1:]
+        """s (B, d); keys, values (L, caches x B x heads / 2, memory, size), `filled` in use; W_x x and weights."""
+        (E, S, B, d), C, K, (n, M, size) = tensors[0].shape, model.caches, model.heads // 2, keys.shape[1:]
         keys, values = (F.pad(past, (0, 0, 0, S)).to(tensors[1].dtype) for past in (keys, values))
-        ctx.steps, ctx.buffers, ctx.carry, outputs = [], (keys, values), model.carry, []
+        ctx.model, ctx.turns, ctx.buffers, ctx.steps, outputs = model, turns, (keys, values), [], []
+        ctx.levels = [tensors[i : i + 6] for i in range(0, len(tensors), 6)]
         for t in range(S):
-            # token t is at M + t and reads from t + 1 on; own: what lies in this segment
-            window, own = (slice(max(t + 1, low), M + t + 1) for low in (M - filled, M))
+            window = slice(max(t + 1, M - filled), M + t + 1)  # token t is at M + t
             s = s if model.carry else torch.zeros_like(s)
-            for l, (x, w_in, *weights) in enumerate(levels):
-                sums = iter(ctx.grads[l][1:])
-
-                # autograd sees no weight: a hook adds x dy to its gradient; called in the order of the weights
-                def gather(x, w, sums=sums):
-                    y, total, x = multiply(x, w), next(sums), x.detach().to(w.dtype).mT
-                    if grad and x.device.type == "cpu":  # where products in bf16 are slow
-                        y.register_hook(lambda dy: [total.baddbmm_(x.float(), dy.float())].clear())  # returns None
-                    elif grad:
-                        y.register_hook(lambda dy: [total.add_(x @ dy)].clear())
-                    return y
-
-                with torch.set_grad_enabled(grad):
-                    inputs = [leaf.detach().requires_grad_(grad) for leaf in (x[:, t], s)]
-                    u = (inputs[0] + gather(inputs[1].expand(E, B, d), w_in)).float()
-                    q, k, v = project(gather, u, weights[0], model.heads, turns[t])
-                    k, v = (kv.view(C, -1, *kv.shape[1:]).sum(1) * (E // C) ** -0.5 for kv in (k, v))
-                    # all queries to a cache's head: (C B heads / 2, E / C x 2, size)
-                    q = (q * size**-0.5).view(C, E // C, B, -1, 2, size).permute(0, 2, 3, 1, 4, 5).reshape(n, -1, size)
-                keys[l, :, M + t], values[l, :, M + t], q_ = k.flatten(0, 2), v.flatten(0, 2), q.to(keys.dtype)
-                p = torch.softmax(q_ @ keys[l, :, window].mT, -1)
-                a = p @ values[l, :, window]
-                attended = a.view(C, B, -1, E // C, 2, size).permute(0, 3, 1, 2, 4, 5).reshape(E, B, d)
-                with torch.set_grad_enabled(grad):
-                    middle = [leaf.detach().requires_grad_(grad) for leaf in (u, attended)]
-                    out = finish(gather, *middle, *weights[1:], model.post_norm)
+            for l, (x, w_in, w_qkv, *weights) in enumerate(ctx.levels):
+                below, u = s, (x[:, t] + multiply(s, w_in)).float()
+                q, k, v, first = project(u, w_qkv, model.heads, turns[t])
+                k, v = (kv.view(C, -1, *kv.shape[1:]).sum(1) * (E // C) ** -0.5 for kv in (k, v))
+                keys[l, :, M + t], values[l, :, M + t] = k.flatten(0, 2), v.flatten(0, 2)
+                # all queries to a cache's head: (C B heads / 2, E / C x 2, size)
+                q = (q * size**-0.5).to(keys.dtype).view(C, -1, B, K, 2, size).movedim(1, 3).reshape(n, -1, size)
+                p = torch.softmax(q @ keys[l, :, window].mT, -1)
+                attended = (p @ values[l, :, window]).view(C, B, K, -1, 2, size).movedim(3, 1).reshape(E, B, d)
+                s, last = finish(u, attended, *weights, model.post_norm)
                 if grad:
-                    ctx.steps.append((inputs, (u, q, k, v), window, own, q_, p, middle, out))
-                s = out.detach()
+                    ctx.steps.append((window, below, first, q, p, last))
             outputs.append(s)
         return torch.stack(outputs), keys[:, :, S:], values[:, :, S:]
 
     @staticmethod
     def backward(ctx, d_outputs, *_):
-        (keys, values), ds = ctx.buffers, torch.zeros_like(d_outputs[0])
-        d_keys, d_values = (torch.zeros_like(x, dtype=torch.float32) for x in ctx.buffers)
-        for t in reversed(range(len(d_outputs))):
-            ds = d_outputs[t] + ds * ctx.carry
-            for l in reversed(range(len(ctx.grads))):
-                inputs, first, window, own, q, p, middle, out = ctx.steps.pop()  # first: the first half's
-                du, da = torch.autograd.grad(out, middle, ds)
-                C, B, K, size = first[2].shape
-                da = da.view(C, -1, B, K, 2, size).permute(0, 2, 3, 1, 4, 5).reshape(q.shape)
+        model, (keys, values), (S, B, d) = ctx.model, ctx.buffers, d_outputs.shape
+        C, K, M, size = model.caches, model.heads // 2, keys.shape[2] - S, keys.shape[3]
+        d_keys, d_values, ds = (torch.zeros_like(x, dtype=torch.float32) for x in (keys, values, d_outputs[0]))
+        grads = [[torch.zeros_like(x, dtype=torch.float32) for x in level] for level in ctx.levels]
+        for t in reversed(range(S)):
+            own = slice(max(t + 1, M), M + t + 1)  # what of the window lies in this segment
+            ds = d_outputs[t] + ds * model.carry
+            for l, (dx, dw_in, dw_qkv, dw_o, dw_1, dw_2) in reversed([*enumerate(grads)]):
+                (_, w_in, w_qkv, w_o, w_1, w_2), E = ctx.levels[l], len(dx)
+                window, below, (first, qk), q, p, (attended, second, h, out) = ctx.steps.pop()
+                # first, qk, second, out: four norms and their scales, as rms_norm returned them; from the last back
+                du = (ds * E**-0.5).expand(E, B, d)
+                du = rms_norm_backward(du, *out) if model.post_norm else du
+                dh = multiply_backward(du, h.square(), w_2, dw_2).mul_(h).mul_(2)
+                du = du + rms_norm_backward(multiply_backward(dh, second[0], w_1, dw_1).float(), *second)
+                da = multiply_backward(du, attended, w_o, dw_o).view(C, -1, B, K, 2, size).movedim(1, 3).reshape_as(q)
                 dp = torch._softmax_backward_data(da @ values[l, :, window].mT, p, -1, p.dtype)  # one pass
-                d_keys[l, :, own] += dp[..., own.start - window.stop :].mT @ q
-                d_values[l, :, own] += p[..., own.start - window.stop :].mT @ da
+                d_keys[l, :, own].add_(dp[..., own.start - own.stop :].mT @ q)
+                d_values[l, :, own].add_(p[..., own.start - own.stop :].mT @ da)
+                dq = (dp @ keys[l, :, window]).float().view(C, B, K, -1, 2, size).movedim(3, 1).reshape(E, B, -1, size)
                 # later tokens have been here already: the gradients of this one's key and value are complete
-                d_first = du, (dp @ keys[l, :, window]).float(), *(x[l, :, window.stop - 1] for x in (d_keys, d_values))
-                d_first = [x.view_as(y) for x, y in zip(d_first, first)]
-                ctx.grads[l][0][:, t], ds = torch.autograd.grad(first, inputs, d_first)
-        return *[None] * 7, *itertools.chain(*ctx.grads)
+                dk, dv = (x[l, :, M + t].view(C, 1, B, -1, size) for x in (d_keys, d_values))
+                dk, dv = ((x * (E // C) ** -0.5).expand(-1, E // C, -1, -1, -1).flatten(0, 1) for x in (dk, dv))
+                d_qk = rms_norm_backward(rotate(torch.cat([dq * size**-0.5, dk], 2), ctx.turns[t].conj()), *qk)
+                dz = multiply_backward(torch.cat([d_qk, dv], 2).flatten(2), first[0], w_qkv, dw_qkv).float()
+                dx[:, t] = du = du + rms_norm_backward(dz, *first)
+                ds = multiply_backward(du, below, w_in, dw_in).float().sum(0)
+        return *[None] * 7, *itertools.chain(*grads)
 
 
 class Level(nn.Module):
@@ -505,7 +519,7 @@ class Model(nn.Module):
         x, tensors = self.embedding(tokens.T).flatten(0, 1).to(dtype), []
         for level in self.levels:  # W_in [x, s] = W_x x + W_s s, the former for all tokens at once
             w_x, w_s = level.w_in.to(dtype).split(self.width, 1)
-            tensors += [torch.matmul(x, w_x).unflatten(1, (S, B)), w_s, *level.weights(dtype)]
+            tensors += [multiply(x, w_x).unflatten(1, (S, B)), w_s, *level.weights(dtype)]
         options = self, torch.is_grad_enabled(), state["filled"], turns, state["s"]
         memory = (state[name].movedim(0, 2).flatten(1, 3) for name in ("keys", "values"))
         with torch.autocast(device.type, enabled=False):
@@ -514,7 +528,7 @@ class Model(nn.Module):
         state = state | {"position": state["position"] + S, "filled": min(state["filled"] + S, self.memory)}
         state |= {"keys": keys, "values": values}
         outputs, state["s"] = outputs.transpose(0, 1), outputs[-1].detach()
-        logits = self.head(rms_norm(outputs)).float()
+        logits = self.head(rms_norm(outputs)[0]).float()
         return 15 * torch.tanh(logits / 15), outputs.square().mean(), state
 
 

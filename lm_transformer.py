@@ -350,9 +350,10 @@ EPS = 1e-5
 
 
 def rms_norm(x):
-    """Root mean square norm of the last axis without scale (Zhang and Sennrich 2019)."""
+    """Root mean square norm of the last axis without scale (Zhang and Sennrich 2019) -> x / root, 1 / root."""
     # on a CPU faster than F.rms_norm, and than with square() and mean(), whose gradients take more passes
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + EPS)
+    scale = torch.rsqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + EPS)
+    return x * scale, scale
 
 
 def rotary_table(position, length, size, device):
@@ -362,26 +363,36 @@ def rotary_table(position, length, size, device):
     return torch.polar(torch.ones_like(angle), angle).to(torch.complex64).to(device)
 
 
+def rotate(x, turn):
+    """Rotary positions: channels 2i, 2i + 1 are a complex number, multiplied by turn[..., i] of size 1."""
+    # the authors pair i, i + size / 2: the same model in another order
+    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turn).flatten(-2)
+
+
 def multiply(x, w):
-    """Every expert's matrix product, (E, N, in), (E, in, out) -> (E, N, out), in the weights' type."""
-    return torch.bmm(x.to(w.dtype), w)
+    """Each expert's matrix product, (E, N, in) or for all (N, in), (E, in, out) -> (E, N, out) of the weights' type."""
+    return torch.bmm(x.to(w.dtype).expand(len(w), -1, -1), w)
 
 
-def project(multiply, u, w_qkv, heads, turn):
-    """u (E or 1, N, d) -> q (E, N, heads, size), k and v (E, N, heads / 2, size); q and k normed and rotated."""
-    z = rms_norm(u).expand(len(w_qkv), -1, -1)
-    qkv = multiply(z, w_qkv).float().view(*z.shape[:2], 2 * heads, -1)
+def project(u, w_qkv, heads, turn):
+    """u (N, d) or (E, N, d) -> q (E, N, heads, size), k and v (E, N, heads / 2, size), q and k normed and rotated; and
+    what a gradient by hand reads."""
+    normed = rms_norm(u)
+    qkv = multiply(normed[0], w_qkv).float().unflatten(2, (2 * heads, -1))
     qk, v = qkv.split([heads + heads // 2, heads // 2], 2)
-    # channels 2i, 2i + 1 are a complex number; the authors pair i, i + size / 2: the same model in another order
-    qk = torch.view_as_real(torch.view_as_complex(rms_norm(qk).unflatten(-1, (-1, 2))) * turn).flatten(-2)
-    return *qk.split([heads, heads // 2], 2), v
+    qk = rms_norm(qk)
+    return *rotate(qk[0], turn).split([heads, heads // 2], 2), v, (normed, qk)
 
 
-def finish(multiply, u, attended, w_o, w_1, w_2, post_norm):
-    """u (E or 1, N, d), what the queries attended to (E, N, d) -> the merged output of the experts (N, d)."""
+def finish(u, attended, w_o, w_1, w_2, post_norm):
+    """u (N, d) or (E, N, d), what the queries attended to (E, N, d) -> the merged output of the experts (N, d); and
+    what a gradient by hand reads."""
     u = u + multiply(attended, w_o)
-    u = u + multiply(multiply(rms_norm(u), w_1).relu().square(), w_2)
-    return (rms_norm(u) if post_norm else u).sum(0) * len(u) ** -0.5
+    normed = rms_norm(u)
+    h = multiply(normed[0], w_1).relu()
+    u = u + multiply(h.square(), w_2)
+    out = rms_norm(u) if post_norm else (u, None)
+    return out[0].sum(0) * len(u) ** -0.5, (attended, normed, h, out)
 
 
 class Level(nn.Module):
@@ -424,8 +435,7 @@ class Model(nn.Module):
         (B, S), device = tokens.shape, tokens.device
         amp = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if amp else self.head.weight.dtype
-        if self.training or not state:  # a training window stands alone
-            state = self.initial_state(B * (not self.training), device)
+        state = state if state and not self.training else self.initial_state(B * (not self.training), device)
         turns = rotary_table(state["position"], S, self.width // self.heads, device)
         x, keys, values = self.embedding(tokens).flatten(0, 1), state["keys"].clone(), state["values"].clone()
         # of [memory but its first | tokens] token t reads positions t to t + memory - 1
@@ -434,19 +444,19 @@ class Model(nn.Module):
         mask = {"is_causal": True} if self.training else {"attn_mask": band}
         with torch.autocast(device.type, enabled=False):
             for l, level in enumerate(self.levels):
-                u, (w_qkv, *weights) = x[None], level.weights(dtype)
-                q, k, v = project(multiply, u, w_qkv, self.heads, turns.repeat(B, 1)[:, None])
+                w_qkv, *weights = level.weights(dtype)
+                q, k, v, _ = project(x, w_qkv, self.heads, turns.repeat(B, 1)[:, None])
                 q, k, v = (y.unflatten(1, (B, S)).permute(1, 0, 3, 2, 4) for y in (q, k, v))  # (B, E, heads, S, size)
                 if not self.training:
                     k, v = (torch.cat([past[:, l, ..., 1:, :], new], 3) for past, new in ((keys, k), (values, v)))
                     keys[:, l], values[:, l] = k[..., -self.memory :, :], v[..., -self.memory :, :]
                 qkv = (y.flatten(1, 2).to(dtype) for y in (q, k, v))
                 attended = F.scaled_dot_product_attention(*qkv, enable_gqa=True, **mask).view(q.shape)
-                x = finish(multiply, u, attended.permute(1, 0, 3, 2, 4).reshape(-1, *x.shape), *weights, self.post_norm)
+                x, _ = finish(x, attended.permute(1, 0, 3, 2, 4).reshape(-1, *x.shape), *weights, self.post_norm)
         outputs = x.unflatten(0, (B, S))
         state = state | {"position": state["position"] + S, "filled": min(state["filled"] + S, self.memory)}
         state |= {"keys": keys, "values": values}
-        logits = self.head(rms_norm(outputs)).float()
+        logits = self.head(rms_norm(outputs)[0]).float()
         return 15 * torch.tanh(logits / 15), outputs.square().mean(), state
 
 
