@@ -1,10 +1,10 @@
 """Speed, memory and latency of the language models at width 128, bytes, 4,096 tokens an update, on this machine.
 
-    python tests/benchmark_lm.py                 # about 5 minutes on 2 cores
+    python tests/benchmark_lm.py       # 5 minutes on 2 cores; bf16, the last part, far longer on a CPU without AVX-512
 
-1. Tokens/s of an update (forward, backward, both optimisers) in fp32 and bf16, each model in turn, the best of several;
-   `share` = time of the matrix products alone, of weights and of attention, called as the script calls them / time of
-   the update.
+1. Tokens/s of an update (forward, backward, both optimisers) in fp32 and, at the end, in bf16, each model in turn, the
+   best of several; `share` = time of the matrix products alone, of weights and of attention, called as the script calls
+   them / time of the update.
 2. Peak memory of the process with segments of 64, 256 and 1,024 tokens (16 streams, L = 1, E = 16).
 3. One-token latency with a full memory.
 """
@@ -74,7 +74,7 @@ def products_alone(script, layers, experts, rows, length, dtype):
     return n
 
 
-def speed(amp, turns=4):
+def speed(amp, turns):
     models = {}
     for case in CASES:
         rows, length = (64, 64) if case[0] is recurrent else (16, 256)
@@ -131,10 +131,10 @@ if __name__ == "__main__":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
         mallopt(-4, 0), mallopt(-1, -1)
     print(f"{torch.get_num_threads()} torch threads")
-    for amp in (False, True):
-        speed(amp)
+    speed(amp=False, turns=8)
     print("peak memory, segments of " + ", ".join(f"{n} tokens {memory(n):,.0f} MB" for n in (64, 256, 1024)))
     for case in CASES:
         print(
             f"latency {name(case)}: batch 1 {latency(case, 1):.2f} ms, batch 16 {latency(case, 16):.2f} ms", flush=True
         )
+    speed(amp=True, turns=3)

@@ -504,6 +504,20 @@ def test_twins_share_their_text_but_for_the_model():
         assert len(blocks[0]) == len(blocks[1]) > 100
 
 
+def test_learning_curves_of_language_models(tmp_path, capsys):
+    for name, rows in {"a": [(100, 2.5), (200, 1.25)], "b": [], "agent": None}.items():
+        (tmp_path / name).mkdir()
+        lines = ["step,name,value", f"50,{'charts/SPS' if rows is None else 'losses/train'},3.0"]
+        lines += [f"{step},eval/loss,{loss}" for step, loss in rows or []]
+        (tmp_path / name / "metrics.csv").write_text("\n".join([*lines, ""]))
+    draw = {"script": "figures/learning_curves.py"}
+    assert run_here(tmp_path / "a", tmp_path / "b", "--output", tmp_path / "curves.png", **draw) == 0
+    expected = ["a: last validation loss: 1.250 at token 200", "b: last validation loss: no evaluation yet"]
+    assert capsys.readouterr().out.splitlines()[:2] == expected
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    assert "draw them apart" in str(run_here(tmp_path / "a", tmp_path / "agent", **draw))
+
+
 def test_help_shows_every_flag_without_warning():
     result = run_script("--help", script="lm_transformer.py")
     assert "--context" in result.stdout and "Warning" not in result.stderr
