@@ -30,18 +30,17 @@ T, N = 20, 32
 
 
 def recorded_convolutions(agent, steps):
-    """Shapes of the convolutions of one forward pass over `steps` steps: [(input, weight, groups)]."""
+    """The convolutions of one forward pass over `steps` steps: [(input shape, has a gradient, weight shape, has a bias,
+    groups)]."""
     calls, conv2d = [], F.conv2d
 
-    def record(x, weight, *args, **kwargs):
-        groups = kwargs.get("groups", args[-1] if len(args) == 5 else 1)
-        calls.append((x.shape, weight.shape, groups))
-        return conv2d(x, weight, *args, **kwargs)
+    def record(x, weight, bias=None, padding=0, groups=1):
+        calls.append((x.shape, x.requires_grad, weight.shape, bias is not None, groups))
+        return conv2d(x, weight, bias, padding=padding, groups=groups)
 
     F.conv2d = record
-    with torch.no_grad():
-        obs = torch.zeros(steps, N, 10, 10, 2, dtype=torch.uint8)
-        agent(obs, torch.zeros(steps, N), agent.initial_state(N))
+    obs = torch.zeros(steps, N, 10, 10, 2, dtype=torch.uint8)
+    agent(obs, torch.zeros(steps, N), agent.initial_state(N))
     F.conv2d = conv2d
     return calls
 
@@ -49,13 +48,15 @@ def recorded_convolutions(agent, steps):
 def time_convolutions(calls, train):
     """Seconds of these convolutions, forward or forward and backward."""
     tensors = {}
-    for x, w, _ in calls:
-        weight = torch.randn(w, requires_grad=train)
-        tensors[x, w] = torch.randn(x, requires_grad=train), weight, torch.randn(x[0], w[0], 10, 10)
+    for call in calls:
+        x, x_grad, w, has_bias, _ = call
+        bias = torch.randn(w[0], requires_grad=train) if has_bias else None
+        x, weight = torch.randn(x, requires_grad=train and x_grad), torch.randn(w, requires_grad=train)
+        tensors[call] = x, weight, bias, torch.randn(len(x), w[0], 10, 10)
     start = time.perf_counter()
-    for x, w, groups in calls:
-        x, weight, grad = tensors[x, w]
-        y = F.conv2d(x, weight, padding=1, groups=groups)
+    for call in calls:
+        x, weight, bias, grad = tensors[call]
+        y = F.conv2d(x, weight, bias, padding=1, groups=call[-1])
         if train:
             y.backward(grad)
     return time.perf_counter() - start
@@ -87,7 +88,7 @@ if __name__ == "__main__":
         mallopt(-4, 0), mallopt(-1, -1)  # M_MMAP_MAX, M_TRIM_THRESHOLD
     print(f"{torch.get_num_threads()} torch threads, {N} environments x {T} steps, fp32; medians of 2 turns")
     rates = {}
-    yardstick = [((N, 160, 10, 10), (256, 160, 3, 3), 1)] * 20
+    yardstick = [((N, 160, 10, 10), True, (256, 160, 3, 3), False, 1)] * 20
     shapes = {(drc, 4, 1, 64): 10, (drc, 2, 6, 32): 10, (drc, 1, 1, 16): 200, (ff, 8, 2, 32): 10, (ff, 4, 1, 64): 10}
     for (script, *shape), iterations in shapes.items():
         agent = script.Agent(*shape)

@@ -211,11 +211,13 @@ def test_encoding_and_its_kernels_equal_the_convolution_of_the_embedded_board():
     obs, _ = boards(1, 5)
     embedded = torch.cat([agent.embedding[k][obs[0, ..., k].long()] for k in range(2)], -1).permute(0, 3, 1, 2)
     embedded = embedded / (embedded.square().mean((1, 2, 3), keepdim=True) + drc.EPS).sqrt()
-    x, kernels = agent.encode(obs[0])
+    x, r, kernels = agent.encode(obs[0])
     for kernel, cell in zip(kernels, agent.cells):
         whole = F.conv2d(embedded, cell.conv_x.weight, padding=1)
-        assert whole.std() > 0.1 and torch.allclose(F.conv2d(x, kernel, padding=1), whole, atol=1e-5)
-    sum(F.conv2d(x, kernel).square().sum() for kernel in kernels).backward()  # RMS 1 whatever the embedding's scale is
+        assert whole.std() > 0.1 and torch.allclose(r * F.conv2d(x, kernel, padding=1), whole, atol=1e-5)
+    sum(
+        (r * F.conv2d(x, kernel)).square().sum() for kernel in kernels
+    ).backward()  # RMS 1 whatever the embedding's scale is
     along = (agent.embedding.grad * agent.embedding).sum()
     assert agent.embedding.grad.norm() > 1 and along.abs() < 1e-2 * agent.embedding.grad.norm()
 
