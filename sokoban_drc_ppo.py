@@ -42,6 +42,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
+from envpool.python.envpool import EnvPoolMixin
 from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.tensorboard import SummaryWriter
@@ -453,7 +454,8 @@ class Sokoban:
         """actions (N,) -> grid (N, 10, 10, 2) uint8, movable channel first; reward, done, timeout, solved (N,)"""
         for pool, a in zip(self.pools, np.split(actions.astype(np.int32), self.edges)):
             pool.send(a)
-        obs, *got, info = zip(*(pool.recv() for pool in self.pools))
+        # pool.recv() would copy each board for drawing, which takes longer than the step
+        obs, *got, info = zip(*(EnvPoolMixin.recv(pool) for pool in self.pools))
         reward, terminated, truncated = map(np.concatenate, got)
         grid, solved = np.concatenate([o["grid"] for o in obs]), np.concatenate([i["solved"] for i in info])
         done = terminated | truncated
@@ -501,8 +503,9 @@ class LSTMGates(torch.autograd.Function):
         r = z.square().mean(2, keepdim=True).add_(EPS).rsqrt_()
         a = (z * r).mul_(scale)
         i, f, o, g = a.chunk(4, 2)
-        a[:, :, : -g.shape[2]].sigmoid_()
-        g.mul_(2).sigmoid_().mul_(2).sub_(1)  # tanh(g), in a fifth of the time that torch's own takes on a CPU
+        g.mul_(2)
+        a.sigmoid_()
+        g.mul_(2).sub_(1)  # tanh(g), in a fifth of the time that torch's own takes on a CPU
         c_new = (f * c).addcmul_(i, g)
         tanh_c = c_new.mul(2).sigmoid_().mul_(2).sub_(1)
         ctx.save_for_backward(z, r, a, c, tanh_c, scale)
@@ -731,7 +734,8 @@ def evaluate(agent, levels, device, sample=False, thinking_steps=0, seed=0, stop
         if not (grid == batch[..., ::-1]).all():
             raise RuntimeError("EnvPool does not open with the wanted levels; is this envpool 1.2.5?")
         state, first, alive = agent.initial_state(n, device), torch.ones(1, n, device=device), np.arange(n)
-        for t in tqdm(range(-thinking_steps, 120), "evaluation", leave=False, disable=None):
+        interval = 0.5 if sys.stderr.isatty() else 30
+        for t in tqdm(range(-thinking_steps, 120), "evaluation", leave=False, mininterval=interval):
             if stop:
                 return None
             logits, _, state = agent(torch.from_numpy(grid[alive]).to(device).unsqueeze(0), first, state)
@@ -1122,7 +1126,7 @@ if __name__ == "__main__":
                 for k, v in scalars.items():
                     losses[k].append(v)
         if not math.isfinite(sum(p.detach().sum() for p in agent.parameters())):  # waits for a GPU
-            fail(f"the weights are not finite after step {global_step:,}; checkpoints in {run_dir} are from before")
+            fail(f"the weights are not finite after step {global_step:,}; {run_dir} keeps what was saved before it")
         timers["update"] += time.perf_counter() - clock
         bar.update(args.batch_size)
 

@@ -2,6 +2,7 @@
 
 import csv
 import difflib
+import hashlib
 import io
 import json
 import os
@@ -174,6 +175,37 @@ def test_empty_short_and_binary_text(tmp_path, capsys):
         assert run_here(*arguments, script="lm_recurrent.py") == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_pipe_is_no_text_file(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")  # reading it would wait for ever
+    assert run_here("--data", tmp_path / "pipe", "--runs-dir", tmp_path / "runs", script="lm_recurrent.py") == 2
+    assert "no such file" in capsys.readouterr().err
+
+
+def test_a_twentieth_is_held_out_however_few_the_documents(tmp_path):
+    chosen = {False: [], True: []}  # of these texts the hash would hold out each or none
+    for i in range(200):
+        document = f"{i} ".encode() * 500
+        tokens = np.append(np.frombuffer(document, np.uint8), np.uint16(lm.END_OF_TEXT))
+        chosen[hashlib.sha256(tokens).digest()[0] < 13].append(document)
+    for name, documents in {"most": chosen[True][:3] + chosen[False][:1], "few": chosen[False][:3]}.items():
+        (tmp_path / name).mkdir()
+        for i, document in enumerate(documents):
+            (tmp_path / name / f"{i}.txt").write_bytes(document)
+        facts = lm.load_data(str(tmp_path / name))[3]
+        assert 0.02 < facts["val_tokens"] / (facts["val_tokens"] + facts["train_tokens"]) < 0.1, name
+
+
+def test_a_run_goes_on_with_its_text_at_another_place_but_not_with_another_text(tiny, text, tmp_path, capsys):
+    assert run_here(*tiny, "--total-tokens", 32, "--runs-dir", tmp_path / "runs", script="lm_recurrent.py") == 0
+    moved = text.rename(tmp_path / "moved.txt")
+    resume = ["--resume", only(tmp_path / "runs"), "--total-tokens", 64]
+    assert run_here(*resume, script="lm_recurrent.py") == 2 and "no such file" in capsys.readouterr().err
+    assert run_here(*resume, "--data", moved, script="lm_recurrent.py") == 0
+    resume[-1], content = 96, moved.read_text()
+    moved.write_text(content.replace("a", "b"))
+    assert run_here(*resume, script="lm_recurrent.py") == 2 and "available now" in capsys.readouterr().err
 
 
 class Server:
@@ -372,6 +404,16 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(tiny, 
     assert "not finite in update 4" in capsys.readouterr().err
     saved = torch.load(only(tmp_path / "runs") / "last.pt", weights_only=True)
     assert saved["update"] == 3 and all(torch.isfinite(p).all() for p in saved["model"].values())
+
+
+def test_weights_that_are_not_finite_are_not_taken_for_a_model(tiny, tmp_path, capsys):
+    assert run_here(*tiny, "--total-tokens", 32, "--runs-dir", tmp_path / "runs", script="lm_recurrent.py") == 0
+    path = only(tmp_path / "runs") / "last.pt"
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["model"]["embedding.weight"].fill_(float("nan"))
+    torch.save(checkpoint, path)
+    assert run_here("--evaluate", path, "--sample", "a", script="lm_recurrent.py") == 2
+    assert "validation loss is not finite" in capsys.readouterr().err
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path, monkeypatch, capsys):

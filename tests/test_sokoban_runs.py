@@ -63,31 +63,24 @@ def test_state_is_carried_over_a_rollouts_edge_and_the_value_call_does_not_advan
 
 
 def test_recorded_returns_and_lengths_equal_an_independent_count(tiny, tmp_path, monkeypatch):
-    finished, make = [], drc.envpool.make
+    finished, pools, true_recv = [], {}, drc.EnvPoolMixin.recv
 
-    class Counting:
-        """An EnvPool pool that adds up its episodes on the side."""
+    def recv(pool):
+        """EnvPool's own, which adds up the episodes on the side."""
+        obs, reward, terminated, truncated, info = true_recv(pool)
+        _, rewards, over = pools.setdefault(id(pool), (pool, [[] for _ in reward], [False for _ in reward]))
+        for i, r in enumerate(reward):
+            if over[i]:
+                rewards[i], over[i] = [], False
+                assert r == 0 and obs["step_count"][i] == 0
+                continue
+            rewards[i].append(float(r))
+            if terminated[i] or truncated[i]:
+                finished.append((sum(rewards[i]), len(rewards[i]), bool(info["solved"][i])))
+                over[i] = True
+        return obs, reward, terminated, truncated, info
 
-        def __init__(self, pool, num_envs):
-            self.pool, self.rewards, self.over = pool, [[] for _ in range(num_envs)], [False] * num_envs
-
-        def __getattr__(self, name):
-            return getattr(self.pool, name)
-
-        def recv(self):
-            obs, reward, terminated, truncated, info = self.pool.recv()
-            for i, r in enumerate(reward):
-                if self.over[i]:
-                    self.rewards[i], self.over[i] = [], False
-                    assert r == 0 and obs["step_count"][i] == 0
-                    continue
-                self.rewards[i].append(float(r))
-                if terminated[i] or truncated[i]:
-                    finished.append((sum(self.rewards[i]), len(self.rewards[i]), bool(info["solved"][i])))
-                    self.over[i] = True
-            return obs, reward, terminated, truncated, info
-
-    monkeypatch.setattr(drc.envpool, "make", lambda *a, **k: Counting(make(*a, **k), k["num_envs"]))
+    monkeypatch.setattr(drc.EnvPoolMixin, "recv", recv)
     run_dir = train(tmp_path, *tiny, "--total-timesteps", 4000, "--eval-every", 0)
     checkpoint = drc.load_checkpoint(run_dir / "last.pt")
     trained = len(checkpoint["episodes"])
