@@ -89,9 +89,9 @@ class Args:
     width: int = 32
     """d, channels of an expert"""
     cell: Literal["convlstm", "convglu"] = "convlstm"
-    """convglu (App. K) carries nothing but the experts' merged output"""
+    """convglu (App. K) has no state of its own: a recurrent agent then carries the experts' merged output alone"""
     aggregate: Literal["sqrt_sum", "sum", "mean", "gate"] = "sqrt_sum"
-    """merge of a level's experts (App. D); gate: softmax of one learned logit per expert and level"""
+    """merge of a level's experts (App. D); gate: softmax of one learned logit per expert and level, x sqrt(E)"""
     comm_radius: Optional[int] = None
     """experts read only those within this distance on a ring (App. E); None: all"""
     budget: Optional[Literal["small", "medium", "large"]] = None
@@ -127,7 +127,7 @@ class Args:
     logit_coef: float = 1e-4
     """weight of the penalty on squared logits"""
     max_grad_norm: float = 1.0
-    """clip of the gradient's global norm"""
+    """clip of the gradient's global norm (0: none)"""
     bootstrap_time_limit: bool = False
     """add the last observation's value where the step limit cuts an episode (the paper takes it as an end)"""
 
@@ -139,7 +139,7 @@ class Args:
     thinking_steps: int = 0
     """extra network passes over the first observation of an evaluation episode (no effect without recurrence)"""
     capture_video: bool = False
-    """write an animated GIF of evaluation episodes, the four longest of those that were solved"""
+    """write an animated GIF of four evaluation episodes, the longest of those that were solved (then of the others)"""
     save_states: Optional[str] = None
     """with --evaluate: new folder for the network's states in evaluation episodes, which probe_plans.py reads"""
     state_episodes: int = 400
@@ -185,15 +185,17 @@ def work(cell, layers, experts, width):
 
 
 def parse_args(argv=None):
-    """Read and check the command line; with --resume or --evaluate the saved run's settings are the defaults."""
+    """Read and check the command line; the saved run gives the defaults: with --resume all, with --evaluate some."""
     args, saved = tyro.cli(Args, args=argv), {}
     if args.resume is not None and args.evaluate is not None:
         fail("--resume and --evaluate exclude each other")
+    if args.evaluate is not None and args.levels != Args.levels:
+        fail("--evaluate plays --eval-levels; omit --levels")
     if args.save_states is not None and args.evaluate is None:
         fail("--save-states needs --evaluate CHECKPOINT")
     if args.save_states is not None and Path(args.save_states).exists():
         fail(f"--save-states {args.save_states} exists already; name a new folder")
-    if path := args.evaluate or args.resume and Path(args.resume) / "args.json":
+    if path := args.evaluate or (args.resume and Path(args.resume) / "args.json"):
         with or_fail(f"{path} is missing or damaged; --resume takes a run's folder"):
             saved = load_checkpoint(path)["args"] if args.evaluate else json.loads(path.read_text())["args"]
             used = MODEL_ARGS + ("eval_levels", "seed", "amp") if args.evaluate else saved
@@ -214,8 +216,8 @@ def parse_args(argv=None):
         if name in ("levels", "eval_levels") and value not in NAMES:
             value = str(Path(value).resolve())  # the same in another working directory
             setattr(args, name, value)
-        free = name not in MODEL_ARGS if args.evaluate else name in CHANGEABLE
-        if name in saved and value != saved[name] and not free:
+        may_differ = name not in MODEL_ARGS if args.evaluate else name in CHANGEABLE
+        if name in saved and value != saved[name] and not may_differ:
             fail(f"{flag} {value} differs from the saved run's {saved[name]}; omit {flag}")
     if args.num_envs % args.num_minibatches:
         fail(f"--num-envs {args.num_envs} is not divisible by --num-minibatches {args.num_minibatches}")
@@ -473,8 +475,8 @@ def training_shards(levels, num_envs, seed):
 
 @functools.cache
 def opening_seeds(n):
-    """Seeds with which an environment opens with level 0, 1, ... n-1 of a file of n <= 100 levels. Which one it is
-    depends on the seed and on n alone, so any n levels will do to find out; `evaluate` checks the result."""
+    """Seeds with which an environment opens with level 0, 1, ... n-1 of a file of n <= 100 levels: EnvPool is not to be
+    told which one. It depends on the seed and on n alone, so any n levels will do to find out; `evaluate` checks it."""
     levels = np.load(EMBEDDED_TEST, allow_pickle=False)[:n]
     opened = level_ids(Sokoban([levels], [range(20 * n)]).first[..., ::-1])  # enough seeds to open with each level
     return [np.flatnonzero(opened == level)[0] for level in level_ids(levels)]
@@ -541,8 +543,8 @@ def lecun_normal(module, fan_in):
 
 class ConvLSTM(nn.Module):
     """All experts of one level. The 3x3 convolution of [x, s, h] -> 4d is the sum of three: of x, the observation; of
-    s, the merged output of the level below (for the first level: of the last level, one step ago); of h, the same
-    expert's own output there. Only c belongs to the level."""
+    s, the merged output of the level below; of h, the same expert's own output there, not at this level as in a usual
+    ConvLSTM. Below the first level lies the last one, a step ago (without recurrence: nothing). c is a level's own."""
 
     def __init__(self, inputs, width, experts, lowest):
         super().__init__()
@@ -621,7 +623,8 @@ class Agent(nn.Module):
         return torch.zeros(batch, sum(self.state_channels), 10, 10, device=device)
 
     def encode(self, obs):
-        """obs (N, 10, 10, 2) uint8 -> x (N, 6, 10, 10), r (N, 1, 1, 1), kernels of the levels' shares of r x. The paper
+        """obs (N, 10, 10, 2) uint8, movable channel first -> x (N, 6, 10, 10), one-hot: empty, agent, box; floor, wall,
+        target; r (N, 1, 1, 1); kernels of the levels, which read r x. The paper
         embeds each channel's class, 2 x 16 channels, and takes the RMS norm over channels and board. A 3x3 convolution
         of that is r times one of the classes themselves, 2 x 3 channels, with embedding x kernel as its kernel."""
         classes = torch.tensor([[[0], [3], [4]], [[0], [1], [2]]], dtype=torch.uint8, device=obs.device)
@@ -653,7 +656,7 @@ class Agent(nn.Module):
         """
         (T, B), E = first.shape, self.experts
         x, r, kernels = self.encode(obs.flatten(0, 1))
-        u = [F.conv2d(x, kernel, padding=1) for kernel in kernels]  # r u: each level's share of the observations
+        u = [F.conv2d(x, kernel, padding=1) for kernel in kernels]  # each level's share of the observations is r u
         s = h = None  # the first level reads x alone
         c = x.new_zeros(T * B, E, self.width, 10, 10)
         for l, cell in enumerate(self.cells):
@@ -694,9 +697,13 @@ def masked_mean(x, mask):
     return (x * mask).sum() / mask.sum().clamp(min=1)
 
 
+def masked_variance(x, mask):
+    return masked_mean((x - masked_mean(x, mask)).square(), mask)
+
+
 def ppo_loss(agent, mb, args):
     """Loss of a minibatch of whole sequences, each entry of mb (T, B, ...) but for state (B, ...); rows that are no
-    steps are left out of every mean. -> loss, dict of scalars"""
+    steps are left out of every mean. As in the paper, advantages are not normalised. -> loss, dict of scalars"""
     logits, newvalue, _ = agent(mb["obs"], mb["firsts"], mb["state"])
     logp, valid = logits.log_softmax(-1), 1 - mb["dones"]
     logratio = (logp.gather(-1, mb["actions"].unsqueeze(-1)).squeeze(-1) - mb["logprobs"]) * valid
@@ -937,13 +944,13 @@ if __name__ == "__main__":
     print(f"{machine}\nagent L={args.layers} E={args.experts} d={args.width}: {model_facts}")
 
     # where a run begins, or goes on
-    checkpoint = {"iteration": 0, "global_step": 0, "best": -1.0, "elapsed": 0.0, "episodes": []}
+    checkpoint = {"iteration": 0, "global_step": 0, "evaluated": 0, "best": -1.0, "elapsed": 0.0, "episodes": []}
     counters = list(checkpoint)
     if path := args.evaluate or args.resume and Path(args.resume) / "last.pt":
         checkpoint |= load_checkpoint(path)
         with or_fail(f"{path} holds an agent of another shape"):
             agent.load_state_dict(checkpoint["agent"])
-    iteration, global_step, best, elapsed, episodes = map(checkpoint.get, counters)
+    iteration, global_step, evaluated, best, elapsed, episodes = map(checkpoint.get, counters)
     episodes = deque(episodes, maxlen=400)  # [return, length, solved] of the last ones
 
     signals = []  # those that came while training
@@ -1027,7 +1034,7 @@ if __name__ == "__main__":
 
     def save(name, finished=False):
         seconds = elapsed + time.time() - start_time
-        state = dict(zip(counters, (iteration, global_step, best, seconds, list(episodes))))
+        state = dict(zip(counters, (iteration, global_step, evaluated, best, seconds, list(episodes))))
         state |= about | {"script": Path(__file__).stem, "finished": finished}
         state |= {"rng": [torch.get_rng_state(), device_rng.get_rng_state()], "device": device.type}
         state["agent"] = agent.state_dict()
@@ -1060,8 +1067,8 @@ if __name__ == "__main__":
     next_first = torch.ones(N, device=device)  # next_obs opens an episode
     next_state = agent.initial_state(N, device)
     episode, was_done = np.zeros((2, N)), np.zeros(N, bool)  # return and length so far
-    interval, done_rows = 0.5 if sys.stderr.isatty() else 30, iteration * args.batch_size
-    bar = tqdm(total=args.total_timesteps, initial=done_rows, unit="step", unit_scale=True, mininterval=interval)
+    interval, rows_so_far = 0.5 if sys.stderr.isatty() else 30, iteration * args.batch_size
+    bar = tqdm(total=args.total_timesteps, initial=rows_so_far, unit="step", unit_scale=True, mininterval=interval)
     timers, losses = defaultdict(float), defaultdict(list)
     start_time = logged_time = time.time()
     logged_step, stop = global_step, False
@@ -1117,7 +1124,7 @@ if __name__ == "__main__":
                     loss, scalars = ppo_loss(agent, mb, args)
                 optimizer.zero_grad()
                 loss.backward()
-                scalars["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+                scalars["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or math.inf)
                 optimizer.step()
                 for k, v in scalars.items():
                     losses[k].append(v)
@@ -1128,9 +1135,10 @@ if __name__ == "__main__":
 
         # evaluation
         last, result = iteration == args.num_iterations, None
-        if args.eval_every and not last and global_step // args.eval_every > before // args.eval_every:
+        if args.eval_every and not last and global_step // args.eval_every > evaluated // args.eval_every:
             clock = time.perf_counter()
             result = play(eval_levels[:256])
+            evaluated = global_step if result else evaluated  # where a stop cut it short a resume makes up for it
             timers["evaluation"] += time.perf_counter() - clock
 
         # records
@@ -1138,8 +1146,7 @@ if __name__ == "__main__":
         saving = last or stop or global_step // args.checkpoint_every > before // args.checkpoint_every
         if result or saving or iteration % args.log_every == 0:
             seconds, valid = time.time() - logged_time, 1 - dones[:T]
-            variance = masked_mean((returns - masked_mean(returns, valid)).square(), valid)
-            unexplained = masked_mean((returns - values[:T]).square(), valid) / variance.clamp(min=1e-8)
+            unexplained = masked_variance(returns - values[:T], valid) / masked_variance(returns, valid).clamp(min=1e-8)
             scalars = {f"losses/{k}": float(sum(v)) / len(v) for k, v in losses.items()}
             scalars["losses/explained_variance"] = 1 - float(unexplained)
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
@@ -1156,23 +1163,21 @@ if __name__ == "__main__":
             records.write(global_step, scalars)
             timers.clear(), losses.clear()
             logged_time, logged_step = time.time(), global_step
-        if result and scalars["eval/solve_rate"] > best:
-            best = scalars["eval/solve_rate"]
-            saving = save("best.pt") or saving  # a resume must know of it
+        if result and scalars["eval/solve_rate"] > best and save("best.pt"):
+            best, saving = scalars["eval/solve_rate"], True  # a resume must know of it
         if saving:
             save("last.pt")
     bar.close()
 
     # the whole evaluation set, once
-    result = play(eval_levels)
+    result = None if stop else play(eval_levels)
     if not result:
         print(f"stopped by signal {signals[0]}; go on with: python {sys.argv[0]} --resume {run_dir}")
         sys.exit(128 + signals[0])
     scalars = summarise(result)
     records.write(global_step, scalars)
-    if best < 0:  # there was no evaluation before
+    if best < 0 and save("best.pt"):  # there was no evaluation before
         best = scalars["eval/solve_rate"]
-        save("best.pt")
     if not save("last.pt", finished=True):
         sys.exit(1)
     if args.capture_video:

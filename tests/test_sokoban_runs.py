@@ -188,6 +188,37 @@ def test_a_stopped_run_goes_on_where_it_was(tiny, tmp_path, signum):
     assert [e.step for e in events] == steps
 
 
+def test_an_evaluation_that_a_stop_cut_short_is_made_up_for(tiny, tmp_path, monkeypatch):
+    true_recv = drc.EnvPoolMixin.recv
+
+    def recv(pool):
+        if len(pool) == 6 and not stopped:  # of an evaluation
+            stopped.append(os.kill(os.getpid(), signal.SIGTERM))
+        return true_recv(pool)
+
+    stopped, arguments = [], [*tiny, "--total-timesteps", 400, "--eval-every", 150, "--runs-dir", tmp_path / "run"]
+    monkeypatch.setattr(drc.EnvPoolMixin, "recv", recv)
+    assert run_here(*arguments) == 128 + signal.SIGTERM
+    run_dir = only_run(tmp_path / "run")
+    assert "eval/solve_rate" not in metrics(run_dir)
+    assert run_here("--resume", run_dir) == 0
+    (first, _), (second, _), (last, _) = metrics(run_dir)["eval/solve_rate"]
+    assert 150 < first <= 240 and first < second < last  # an iteration later; 300; the end
+
+
+def test_a_best_agent_that_could_not_be_written_is_not_taken_for_written(tiny, tmp_path, monkeypatch, capsys):
+    def save(state, file):
+        if state["optimizer"] is None:  # best.pt
+            raise OSError(28, "No space left on device")
+        true_save(state, file)
+
+    true_save = torch.save
+    monkeypatch.setattr(torch, "save", save)
+    run_dir = train(tmp_path, *tiny, "--total-timesteps", 160, "--eval-every", 40)
+    assert "best.pt: [Errno 28]" in capsys.readouterr().out and not (run_dir / "best.pt").exists()
+    assert drc.load_checkpoint(run_dir / "last.pt")["best"] == -1
+
+
 def test_a_resume_may_change_the_interval_of_evaluations(tiny, tmp_path):
     run_dir = train(tmp_path, *tiny, "--total-timesteps", 200, "--eval-every", 0)
     assert len(metrics(run_dir, "eval/")["eval/solve_rate"]) == 1
