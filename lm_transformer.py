@@ -88,7 +88,7 @@ class Args:
     *val*.bin), a UTF-8 text file, or a folder of them"""
     download_fineweb: int = 0
     """fetch this many training shards (98.5M tokens each, 103 at most) and the validation shard to --data first (docs:
-    to ~/.cache/fineweb10B-gpt2)"""
+    to ~/.cache/fineweb10B-gpt2); train on these and no others of that folder"""
     reset_per_shard: bool = False
     """cut each file into the streams by itself, begin it with empty state, train after one memory length (the authors'
     layout)"""
@@ -103,7 +103,7 @@ class Args:
     heads: int = 4
     """query heads of an expert; key/value heads are half as many"""
     memory: int = 128
-    """positions that attention reads in use, this token's included"""
+    """positions that attention reads, this token's included (lm_transformer.py trains with all of --segment instead)"""
     post_norm: bool = False
     """RMS norm at the end of a block"""
 
@@ -115,7 +115,7 @@ class Args:
     segment: Annotated[int, tyro.conf.arg(aliases=["--context"])] = 256
     """tokens of a stream an update; gradients stop at its edges"""
     streams: int = 0
-    """streams at once on a device; fewer than batch_tokens / segment accumulate gradients (0: all)"""
+    """streams at once on a device (micro-batch); fewer than batch_tokens / segment accumulate gradients (0: all)"""
     matrix_lr: float = 0.02
     """Muon's peak rate"""
     embedding_lr: float = 0.2
@@ -129,7 +129,7 @@ class Args:
     state_l2: float = 0.0
     """weight of the mean square of the last level's output"""
     max_grad_norm: float = 1.0
-    """clip of the gradient's global norm"""
+    """clip of the gradient's global norm (0: none)"""
 
     # Evaluation and records
     eval_every: int = 200_000
@@ -143,10 +143,10 @@ class Args:
 
 
 PAPER = {"width": 768, "heads": 8, "warmup_updates": 100, "batch_tokens": 131_072, "total_tokens": 1_310_720_000}
-PAPER |= {"eval_tokens": 2_097_152, "eval_every": 65_536_000, "checkpoint_every": 13_107_200}
+PAPER |= {"eval_tokens": 2_097_152, "eval_every": 65_536_000, "checkpoint_every": 13_107_200, "streams": 64}
 MODEL_ARGS = ("layers", "experts", "width", "heads", "memory", "post_norm", "carry", "private_kv")
 CHANGEABLE = ("total_tokens", "eval_every", "checkpoint_every", "log_every", "streams", "device", "torch_threads")
-CHANGEABLE += ("resume", "download_fineweb", "data")
+CHANGEABLE += ("resume", "data")
 EVALUATED = MODEL_ARGS + ("data", "amp", "eval_tokens", "total_tokens", "batch_tokens", "segment")
 POSITIVE = ("layers", "experts", "width", "memory", "total_tokens", "batch_tokens", "segment", "eval_tokens")
 POSITIVE += ("heads", "checkpoint_every", "log_every", "top_k", "sample_tokens")
@@ -168,7 +168,7 @@ def or_fail(message):
 
 
 def parse_args(argv=None):
-    """Read and check the command line; with --resume or --evaluate the saved run's settings are the defaults."""
+    """Read and check the command line, twice where --resume, --evaluate or --paper bring other defaults."""
     args, saved = tyro.cli(Args, args=argv), {}
     if args.resume is not None and args.evaluate is not None:
         fail("--resume and --evaluate exclude each other")
@@ -200,7 +200,7 @@ def parse_args(argv=None):
     if args.download_fineweb > 103:
         fail(f"--download-fineweb {args.download_fineweb}: there are 103 training shards")
     rows, ranks = args.batch_tokens // args.segment, int(os.environ.get("WORLD_SIZE", 1))
-    if rows % ranks or args.streams and rows // ranks % args.streams:
+    if rows % ranks or args.streams and rows // ranks % min(args.streams, rows // ranks):
         fail(f"{rows} streams of {args.segment} tokens an update do not divide into {ranks} processes x --streams")
     return args
 
@@ -277,8 +277,8 @@ def read_documents(source):
     return list(documents)
 
 
-def load_data(source):
-    """-> training files, validation files, vocabulary size, facts for args.json."""
+def load_data(source, count=0):
+    """-> training files (`count` shards, 0: all), validation files, vocabulary size, facts for args.json."""
     path = Path(source)
     if source != "docs" and not (path.is_file() or path.is_dir()):
         fail(f"--data {source}: no such file or folder")
@@ -287,7 +287,7 @@ def load_data(source):
         train = [f for f in shards if "train" in f.name]
         if not train or not val or set(train) & set(val):
             fail(f"{path}: *train*.bin and *val*.bin wanted, different files; found {[f.name for f in shards]}")
-        train, val = [read_shard(f) for f in train], [read_shard(f) for f in val]
+        train, val = [read_shard(f) for f in train[: count or None]], [read_shard(f) for f in val]
         heads = [[hashlib.sha256(f[: 1 << 23]).hexdigest() for f in files] for files in (train, val)]
         if same := set(heads[0]) & set(heads[1]):
             fail(f"{train[heads[0].index(same.pop())].filename} is also a validation file")
@@ -376,7 +376,7 @@ def multiply(x, w):
 
 def project(u, w_qkv, heads, turn):
     """u (N, d) or (E, N, d) -> q (E, N, heads, size), k and v (E, N, heads / 2, size), q and k normed and rotated; and
-    what a gradient by hand reads."""
+    what the gradient by hand in lm_recurrent.py reads: `Recurrence.backward` has to follow each change here."""
     normed = rms_norm(u)
     qkv = multiply(normed[0], w_qkv).float().unflatten(2, (2 * heads, -1))
     qk, v = qkv.split([heads + heads // 2, heads // 2], 2)
@@ -386,7 +386,7 @@ def project(u, w_qkv, heads, turn):
 
 def finish(u, attended, w_o, w_1, w_2, post_norm):
     """u (N, d) or (E, N, d), what the queries attended to (E, N, d) -> the merged output of the experts (N, d); and
-    what a gradient by hand reads."""
+    what `Recurrence.backward` reads (see `project`)."""
     u = u + multiply(attended, w_o)
     normed = rms_norm(u)
     h = multiply(normed[0], w_1).relu()
@@ -657,10 +657,11 @@ if __name__ == "__main__":
             download_fineweb(Path(args.data), args.download_fineweb)
         while not (Path(args.data) / f"fineweb_train_{args.download_fineweb:06d}.bin").exists():
             time.sleep(1)  # the other processes; torchrun ends them if the first one fails
-    train, val, vocabulary, data_facts = load_data(args.data)
+    train, val, vocabulary, data_facts = load_data(args.data, args.download_fineweb)
     rows, updates = args.batch_tokens // args.segment, args.total_tokens // args.batch_tokens
-    micro = args.streams or rows // ranks
-    warmup = -(-args.memory // 64)  # segments without score: a memory length at least
+    micro = min(args.streams or rows, rows // ranks)
+    # validation reads segments of 64, the first `warmup` (a memory length at least) without score
+    warmup = -(-args.memory // 64)
     eval_rows = min(max(32, args.eval_tokens // 8192), (sum(map(len, val)) - 1) // ((warmup + 1) * 64))
     if not eval_rows:
         fail(f"{data_facts['val_tokens']:,} validation tokens are fewer than a warm-up and a segment")
@@ -682,15 +683,16 @@ if __name__ == "__main__":
             seconds = timeit.repeat(lambda inputs=inputs: model(*inputs)[0].cpu(), number=1, repeat=20)
         model_facts[f"latency_ms_batch_{batch}"] = round(1000 * float(np.median(seconds)), 3)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(*inputs)
+        model(*inputs)  # of batch 1
     model_facts["flops_per_token"] = counter.get_total_flops()  # forward; fused attention would count as 0
 
-    update, elapsed, carried = 0, 0.0, None
+    update, elapsed, evaluated, carried = 0, 0.0, 0, None
     if path := args.evaluate or args.resume and Path(args.resume) / "last.pt":
         checkpoint = load_checkpoint(path)
         with or_fail(f"{path} holds a model of another shape"):
             model.load_state_dict(checkpoint["model"])
         update, elapsed, carried = (checkpoint[k] for k in ("update", "elapsed", "carried"))
+        evaluated = checkpoint.get("evaluated", update * args.batch_tokens)
     if args.resume and update >= updates:
         fail(f"{args.resume} is finished; raise --total-tokens, or use --evaluate {path}")
     if rank == 0:
@@ -786,6 +788,7 @@ if __name__ == "__main__":
             "carried": join(carried),
             "update": update,
             "elapsed": elapsed + time.time() - start_time,
+            "evaluated": evaluated,
             "data": data_facts,
         }
         return rank > 0 or save_checkpoint(run_dir / "last.pt", checkpoint)
@@ -806,6 +809,7 @@ if __name__ == "__main__":
     bounds = [(lo, lo + micro) for lo in range(rank * (rows // ranks), (rank + 1) * (rows // ranks), micro)]
     states = [carried and {k: v[lo:hi].to(device) if torch.is_tensor(v) else v for k, v in carried.items()}
               for lo, hi in bounds]  # fmt: skip
+    checkpoint = carried = None  # frees their memory
     sums, timers, start_time, logged_time = Counter(), Counter(), time.time(), time.time()
     bar = tqdm(total=updates * args.batch_tokens, initial=update * args.batch_tokens, unit="token", unit_scale=True,
                mininterval=0.5 if sys.stderr.isatty() else 30, disable=rank > 0)  # fmt: skip
@@ -833,7 +837,7 @@ if __name__ == "__main__":
             dist.all_reduce(totals)
         loss, square, stop = (totals / ranks).tolist()
         stop *= update < updates  # the last update is always evaluated: --resume refuses a finished run
-        norm = float(nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm))
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf))
         if not math.isfinite(loss + norm):
             bar.close()
             fail(f"the loss is not finite in update {update}; {run_dir} keeps what was saved before it")
@@ -846,11 +850,12 @@ if __name__ == "__main__":
 
         # evaluation, records
         tokens, last, result = update * args.batch_tokens, update == updates, None
-        evaluating = last or args.eval_every > 0 and tokens % args.eval_every < args.batch_tokens
+        evaluating = last or args.eval_every > 0 and tokens // args.eval_every > evaluated // args.eval_every
         saving = last or tokens % args.checkpoint_every < args.batch_tokens
         if rank == 0 and evaluating and not stop:
             clock = time.perf_counter()
             result = validate(lambda last=last: signals and not last)
+            evaluated = tokens if result else evaluated  # where a stop cut it short a resume makes up for it
             timers["evaluation"] += time.perf_counter() - clock
         if rank == 0 and (result or last or stop or update % args.log_every == 0):
             seconds, count = time.time() - logged_time, sums.pop("updates")
@@ -868,7 +873,7 @@ if __name__ == "__main__":
             break
     bar.close()
     if stop:
-        print(f"stopped; go on with: python {sys.argv[0]} --resume {run_dir}") if rank == 0 else None
+        print(f"stopped; go on with: python {sys.argv[0]} --resume {run_dir}") if rank == 0 and saved else None
         sys.exit(128 + (signals or [signal.SIGTERM])[0])
     if rank == 0:
         print(f"{tokens:,} tokens in {elapsed + time.time() - start_time:,.0f} s, peak memory "

@@ -111,6 +111,7 @@ def test_shards_are_read_in_order_and_gpt2_vocabulary_is_padded(tmp_path):
     train, val, vocabulary, facts = lm.load_data(str(tmp_path))
     assert [t[0] for t in train] == [0, 500] and val[0][255] == 50_255 and vocabulary == 50_304
     assert facts["train_tokens"] == 512 and facts["val_tokens"] == 256
+    assert [t[0] for t in lm.load_data(str(tmp_path), 1)[0]] == [0]  # as after --download-fineweb 1
 
 
 GOOD = np.arange(2_000)
@@ -352,6 +353,35 @@ def test_a_run_learns_is_evaluated_and_continues_a_text(script, tiny, tmp_path, 
         seen += process.stdout.read(1)
     process.stdout.close()
     assert b"Traceback" not in process.stderr.read() and process.wait() == -signal.SIGPIPE
+
+
+def test_an_evaluation_that_a_stop_cut_short_is_made_up_for(tiny, tmp_path, monkeypatch):
+    true_eval, calls = torch.nn.Module.eval, []
+
+    def stop_at_the_second(model):  # the first one is for the measurement of latency
+        calls.append(len(calls))
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return true_eval(model)
+
+    monkeypatch.setattr(torch.nn.Module, "eval", stop_at_the_second)
+    more = ["--total-tokens", 320, "--eval-every", 150, "--runs-dir", tmp_path / "runs"]
+    assert run_here(*tiny, *more, script="lm_recurrent.py") == 128 + signal.SIGTERM
+    run_dir = only(tmp_path / "runs")
+    assert losses(run_dir, "eval/loss") == []
+    assert run_here("--resume", run_dir, script="lm_recurrent.py") == 0
+    assert [step for step, _ in losses(run_dir, "eval/loss")] == [
+        224,
+        320,
+    ]  # due at 160, stopped at 192; 320 is the end
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_clip_of_0_is_none(script, tiny, tmp_path):
+    for name, clip in (("none", 0), ("high", 1e5)):
+        arguments = ["--max-grad-norm", clip, "--total-tokens", 96, "--runs-dir", tmp_path / name]
+        assert run_here(*tiny, *arguments, script=script) == 0
+    assert losses(only(tmp_path / "none")) == losses(only(tmp_path / "high"))
 
 
 def test_a_model_of_gpt2_tokens_continues_a_text_with_the_optional_vocabulary(tmp_path, monkeypatch, capfd):
