@@ -162,6 +162,7 @@ BUDGETS = {  # the paper's W, and for each number of layers the (experts, width)
 CHANGEABLE = ("total_timesteps", "eval_every", "checkpoint_every", "log_every", "device", "torch_threads", "resume")
 POSITIVE = ("layers", "experts", "width", "num_envs", "num_steps", "max_episode_steps", "num_minibatches")
 POSITIVE += ("update_epochs", "checkpoint_every", "log_every", "state_episodes")
+INTERVAL = 0.5 if sys.stderr.isatty() else 30  # seconds between two lines of a progress bar
 
 
 def fail(message):
@@ -475,8 +476,8 @@ def training_shards(levels, num_envs, seed):
 
 @functools.cache
 def opening_seeds(n):
-    """Seeds with which an environment opens with level 0, 1, ... n-1 of a file of n <= 100 levels: EnvPool is not to be
-    told which one. It depends on the seed and on n alone, so any n levels will do to find out; `evaluate` checks it."""
+    """Seeds with which an environment opens with level 0, 1, ... n-1 of a file of n <= 100 levels: EnvPool has no other
+    way to choose. Which one depends on seed and n alone, so any n levels will do to find out; `evaluate` checks it."""
     levels = np.load(EMBEDDED_TEST, allow_pickle=False)[:n]
     opened = level_ids(Sokoban([levels], [range(20 * n)]).first[..., ::-1])  # enough seeds to open with each level
     return [np.flatnonzero(opened == level)[0] for level in level_ids(levels)]
@@ -624,9 +625,9 @@ class Agent(nn.Module):
 
     def encode(self, obs):
         """obs (N, 10, 10, 2) uint8, movable channel first -> x (N, 6, 10, 10), one-hot: empty, agent, box; floor, wall,
-        target; r (N, 1, 1, 1); kernels of the levels, which read r x. The paper
-        embeds each channel's class, 2 x 16 channels, and takes the RMS norm over channels and board. A 3x3 convolution
-        of that is r times one of the classes themselves, 2 x 3 channels, with embedding x kernel as its kernel."""
+        target; r (N, 1, 1, 1); kernels of the levels, which read r x. The paper embeds each channel's class, 2 x 16
+        channels, and takes the RMS norm over channels and board. A 3x3 convolution of that is r times one of the
+        classes themselves, 2 x 3 channels, with embedding x kernel as its kernel."""
         classes = torch.tensor([[[0], [3], [4]], [[0], [1], [2]]], dtype=torch.uint8, device=obs.device)
         one_hot = (obs.view(-1, 1, 100, 2).permute(0, 3, 1, 2) == classes).to(self.embedding.dtype)
         table = self.embedding[[[0], [1]], classes[..., 0].long()]  # (2, 3, 16)
@@ -741,8 +742,7 @@ def evaluate(agent, levels, device, sample=False, thinking_steps=0, seed=0, stop
         if not (grid == batch[..., ::-1]).all():
             raise RuntimeError("EnvPool does not open with the wanted levels; is this envpool 1.2.5?")
         state, first, alive = agent.initial_state(n, device), torch.ones(1, n, device=device), np.arange(n)
-        interval = 0.5 if sys.stderr.isatty() else 30
-        for t in tqdm(range(-thinking_steps, 120), "evaluation", leave=False, mininterval=interval):
+        for t in tqdm(range(-thinking_steps, 120), "evaluation", leave=False, mininterval=INTERVAL):
             if stop:
                 return None
             logits, _, state = agent(torch.from_numpy(grid[alive]).to(device).unsqueeze(0), first, state)
@@ -798,7 +798,7 @@ def save_states(folder, networks, levels, result, thinking_steps, meta):
         for cell in (cell for network in networks.values() for cell in network.cells):
             cell.register_forward_hook(lambda cell, inputs, output: passed.append(output))
         batches = np.split(np.arange(len(levels)), range(100, len(levels), 100))
-        for batch in tqdm(batches, "states", leave=False, disable=None):
+        for batch in tqdm(batches, "states", leave=False, mininterval=INTERVAL):
             envs = Sokoban([levels[batch]], [opening_seeds(len(batch))])
             grid, states = envs.first, {name: agent.initial_state(len(batch), device) for name in networks}
             for now in range(-thinking_steps, result["lengths"][batch].max()):
@@ -1071,8 +1071,8 @@ if __name__ == "__main__":
     next_first = torch.ones(N, device=device)  # next_obs opens an episode
     next_state = agent.initial_state(N, device)
     episode, was_done = np.zeros((2, N)), np.zeros(N, bool)  # return and length so far
-    interval, rows_so_far = 0.5 if sys.stderr.isatty() else 30, iteration * args.batch_size
-    bar = tqdm(total=args.total_timesteps, initial=rows_so_far, unit="step", unit_scale=True, mininterval=interval)
+    bar = tqdm(total=args.total_timesteps, initial=iteration * args.batch_size, unit="step", unit_scale=True,
+               mininterval=INTERVAL)  # fmt: skip
     timers, losses = defaultdict(float), defaultdict(list)
     start_time = logged_time = time.time()
     logged_step, stop = global_step, False

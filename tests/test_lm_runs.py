@@ -370,10 +370,8 @@ def test_an_evaluation_that_a_stop_cut_short_is_made_up_for(tiny, tmp_path, monk
     run_dir = only(tmp_path / "runs")
     assert losses(run_dir, "eval/loss") == []
     assert run_here("--resume", run_dir, script="lm_recurrent.py") == 0
-    assert [step for step, _ in losses(run_dir, "eval/loss")] == [
-        224,
-        320,
-    ]  # due at 160, stopped at 192; 320 is the end
+    # due at 160, stopped at 192; 320 is the end
+    assert [step for step, _ in losses(run_dir, "eval/loss")] == [224, 320]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

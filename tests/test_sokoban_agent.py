@@ -395,12 +395,8 @@ def test_one_move_again_and_again_solves_a_few_easy_levels_and_no_others():
         for move in range(4):
             agent = Expert(levels, [[move] * 120] * len(levels))
             solved[kind, move] = drc.evaluate(agent, levels, torch.device("cpu"))["solved"].mean()
-    assert [round(float(solved["easy", move]), 3) for move in range(4)] == [
-        0.178,
-        0.082,
-        0.142,
-        0.128,
-    ]  # as the README says
+    # as the README says
+    assert [round(float(solved["easy", move]), 3) for move in range(4)] == [0.178, 0.082, 0.142, 0.128]
     assert not any(share for (kind, _), share in solved.items() if kind != "easy")
 
 

@@ -219,6 +219,14 @@ def test_a_best_agent_that_could_not_be_written_is_not_taken_for_written(tiny, t
     assert drc.load_checkpoint(run_dir / "last.pt")["best"] == -1
 
 
+def test_a_clip_of_0_is_none(tiny, tmp_path):
+    recorded = [
+        metrics(train(tmp_path, *tiny, "--total-timesteps", 120, "--max-grad-norm", clip, name=str(clip)))
+        for clip in (0, 1e5)
+    ]
+    assert recorded[0] == recorded[1]
+
+
 def test_a_resume_may_change_the_interval_of_evaluations(tiny, tmp_path):
     run_dir = train(tmp_path, *tiny, "--total-timesteps", 200, "--eval-every", 0)
     assert len(metrics(run_dir, "eval/")["eval/solve_rate"]) == 1
@@ -375,6 +383,7 @@ def test_checkpoint_of_a_compiled_run_loads_into_a_plain_agent(level_files, tmp_
         (["--evaluate", "no/such/checkpoint"], "there is no checkpoint"),
         (["--evaluate", "TRUNCATED_PT"], "no whole checkpoint"),
         (["--evaluate", "CHECKPOINT", "--layers", "2"], "differs from the saved run's 1"),
+        (["--evaluate", "CHECKPOINT", "--levels", "EVAL"], "plays --eval-levels"),
         (["--resume", "RUN", "--learning-rate", "0.5"], "--learning-rate 0.5 differs"),
         (["--resume", "RUN"], "is finished"),
         (["--resume", "COPY", "--total-timesteps", "400"], "it is a copy of best.pt"),
