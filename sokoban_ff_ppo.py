@@ -869,6 +869,8 @@ class Records:
         text = path.read_text(errors="replace") if path.exists() else ""
         rows = [row for row, at in re.findall(r"^((\d+),.+,.+)$", text, re.M) if int(at) <= step]
         write_atomically(path, lambda f: f.write("\n".join(["step,name,value", *rows, ""]).encode()))
+        while [*run_dir.glob(f"events.*.{int(time.time())}.*")]:  # read in the order of the second in their names
+            time.sleep(0.1)
         self.file, self.writer = open(path, "a"), SummaryWriter(run_dir, purge_step=step + 1)
 
     def write(self, step, scalars):

@@ -16,7 +16,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, needs_compiler, run_here, run_script
+from conftest import ROOT, drc, needs_compiler, run_here, run_script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import lm_recurrent as lm
@@ -281,6 +281,22 @@ def test_resume_equals_an_uninterrupted_run_bit_for_bit(script, tiny, tmp_path):
     assert steps == sorted(set(steps)) and len(steps) == 260
     assert run_here("--resume", run_dir, script=script) == 2  # finished
     assert run_here("--resume", run_dir, "--total-tokens", 9_000, "--segment", 16, script=script) == 2  # another layout
+
+
+@pytest.mark.parametrize("records", [lm.Records, drc.Records])
+def test_tensorboard_reads_a_resumed_run_in_order_even_within_one_second(records, tmp_path):
+    """TensorBoard sorts event files by second, host and process; here the second process has the smaller number."""
+    time.sleep(1 - time.time() % 1)
+    first = records(tmp_path, 0)
+    for step in (1, 2, 3):
+        first.write(step, {"losses/train": step})
+    (file,) = tmp_path.glob("events*")
+    file.rename(re.sub(r"\.\d+\.\d+$", ".9999999.0", str(file)))
+    resumed = records(tmp_path, 2)
+    for step in (3, 4):
+        resumed.write(step, {"losses/train": 10 * step})
+    scalars = EventAccumulator(str(tmp_path)).Reload().Scalars("losses/train")
+    assert [(e.step, e.value) for e in scalars] == [(1, 1), (2, 2), (3, 30), (4, 40)]
 
 
 def test_micro_batches_take_the_same_gradient_as_one_batch(tiny, tmp_path):
